@@ -1,0 +1,365 @@
+"""The page table: the one writer of page state, frames and byte counts.
+
+Transition                      method                       who owns the device memory then
+(new) -> RESIDENT               create                       the page
+RESIDENT -> WRITING_BACK        begin_write_back             the page, and the copy reads it
+WRITING_BACK -> RESIDENT        finish_ / fail_write_back    the page
+RESIDENT -> EVICTED             evict                        nobody
+EVICTED, FAILED -> FETCHING     begin_fetch                  the page, and the copy writes it
+FETCHING -> RESIDENT / FAILED   finish_fetch / fail_fetch    the page / nobody
+EVICTED -> DEMOTING -> EVICTED  begin_, finish_, fail_demote nobody
+any -> DEAD                     free                         nobody
+WRITING_BACK -> DEAD etc. keep their frames until `reap` says that the tickets are done.
+
+docs/states.md says what holds in each state; `invariants.check_table` is that list as code. Each
+method assigns the state in its last step. All methods expect the pager's lock to be held; none
+blocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tvm_pager.memory.address_space import AddressSpace, Translation
+from tvm_pager.memory.frames import Extent, FrameAllocator
+from tvm_pager.memory.page import Page, PageKind, PageState, Segment, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["COMMIT_ALIGNMENT", "Arrival", "PageTable"]
+
+COMMIT_ALIGNMENT = 4096  # what a page may take below the device, whatever its size
+
+_COMMIT_MASK = COMMIT_ALIGNMENT - 1
+
+Arrival = tuple[Segment, Tier, tuple[Extent, ...]]  # a frame that a transfer in flight is filling
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
+_ALLOWED: dict[PageState, frozenset[PageState]] = {
+    PageState.RESIDENT: frozenset({PageState.WRITING_BACK, PageState.EVICTED, PageState.DEAD}),
+    PageState.WRITING_BACK: frozenset({PageState.RESIDENT, PageState.DEAD}),
+    PageState.EVICTED: frozenset({PageState.FETCHING, PageState.DEMOTING, PageState.DEAD}),
+    PageState.DEMOTING: frozenset({PageState.EVICTED, PageState.DEAD}),
+    PageState.FETCHING: frozenset({PageState.RESIDENT, PageState.FAILED, PageState.DEAD}),
+    PageState.FAILED: frozenset({PageState.FETCHING, PageState.DEAD}),
+    PageState.DEAD: frozenset(),
+}
+
+
+class PageTable:
+    """All pages of one pager.
+
+    Args:
+        host: frames of the DRAM slab.
+        nvme: frames of the swap file.
+        segment_bytes: pages are split into parts of this size below the device.
+        device_alignment: granularity of the device's allocator.
+    """
+
+    def __init__(
+        self,
+        host: FrameAllocator,
+        nvme: FrameAllocator,
+        *,
+        segment_bytes: int,
+        device_alignment: int = 512,
+    ) -> None:
+        self.pages: dict[int, Page] = {}
+        self.frames = {Tier.HOST: host, Tier.NVME: nvme}
+        self.closed_tiers: dict[Tier, str] = {}  # tier -> why it takes no new frames
+        # Of NVMe: a write there failed, so nothing goes there again.
+        self.bad_frames: list[tuple[Extent, ...]] = []
+        self.segment_bytes = segment_bytes
+        self._device_mask = device_alignment - 1  # a power of two
+        self.device_used_bytes = 0
+        self.device_peak_bytes = 0
+        self.committed_bytes = 0
+        self.largest_bytes = 0  # of any page so far
+        self.on_larger_page: Callable[[], None] = _nothing
+        self.num_created = 0
+        self.created_bytes = 0  # cumulative; the difference around an operation is what it created
+        self._space = AddressSpace()
+        self._arrivals: dict[int, list[Arrival]] = {}  # page id -> frames being filled
+        self._zombies: dict[int, Page] = {}  # dead pages whose frames a ticket still uses
+
+    # --- birth and death -------------------------------------------------------------------------
+
+    def create(
+        self, nbytes: int, memory: Callable[[], Any], kind: PageKind = PageKind.OTHER
+    ) -> Page:
+        """Enters a page whose bytes are already on the device.
+
+        The caller has reserved and committed its bytes.
+        """
+        page = Page()
+        page.id = self.num_created
+        self.num_created += 1
+        page.nbytes = nbytes
+        page.frame_bytes = frame_bytes = (nbytes + self._device_mask) & ~self._device_mask
+        page.memory = memory
+        if kind is not PageKind.OTHER:
+            page.kind = kind
+        self.pages[page.id] = page
+        if nbytes > self.largest_bytes:
+            self.largest_bytes = nbytes
+            self.on_larger_page()
+        self.committed_bytes += (nbytes + _COMMIT_MASK) & ~_COMMIT_MASK
+        self.created_bytes += frame_bytes
+        self.device_used_bytes += frame_bytes
+        if self.device_used_bytes > self.device_peak_bytes:
+            self.device_peak_bytes = self.device_used_bytes
+        return page
+
+    def free(self, page: Page) -> None:
+        """Takes a page whose last tensor is gone out of the books.
+
+        Frames in use by a ticket wait for `reap`.
+        """
+        del self.pages[page.id]
+        self.committed_bytes -= (page.nbytes + _COMMIT_MASK) & ~_COMMIT_MASK
+        if page.state is PageState.RESIDENT or page.is_on_device:
+            self.device_used_bytes -= page.frame_bytes
+        if page.tickets:
+            self._zombies[page.id] = page
+        elif page.has_copies:
+            self._free_copies(page)
+        page.state = PageState.DEAD  # allowed from every state
+
+    def reap(self) -> None:
+        """Frees the frames of dead pages whose tickets are done."""
+        for page in list(self._zombies.values()):
+            if all(ticket.done() for ticket in page.tickets):
+                del self._zombies[page.id]
+                page.tickets = ()
+                for _, tier, frame in self._arrivals.pop(page.id, ()):
+                    self.frames[tier].free(frame)
+                self._free_copies(page)
+
+    @property
+    def zombies(self) -> list[Page]:
+        return list(self._zombies.values())
+
+    def resize(self, page: Page, nbytes: int) -> None:
+        """Follows a storage that an operation resized; its bytes are on the device and dirty."""
+        self.write(page)
+        frame_bytes = (nbytes + self._device_mask) & ~self._device_mask
+        self.device_used_bytes += frame_bytes - page.frame_bytes
+        self.device_peak_bytes = max(self.device_peak_bytes, self.device_used_bytes)
+        self.committed_bytes += self.commit_of(nbytes) - self.commit_of(page.nbytes)
+        page.va = 0  # a range is never stretched over its neighbour
+        page.nbytes, page.frame_bytes, page.segments = nbytes, frame_bytes, ()
+        self.largest_bytes = max(self.largest_bytes, nbytes)
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def write(self, page: Page) -> None:
+        """Declares that the device's bytes are about to change: copies below stop being current."""
+        if page.state is PageState.WRITING_BACK:
+            page.is_superseded = True
+        elif page.state is not PageState.RESIDENT:
+            raise AssertionError(f"write to {page!r}")
+        if page.has_copies:
+            self._free_copies(page)
+
+    def begin_write_back(
+        self, page: Page, arrivals: Sequence[Arrival], tickets: tuple[Any, ...]
+    ) -> None:
+        """RESIDENT -> WRITING_BACK: `tickets` fill the frames in `arrivals`, from `allocate`."""
+        self._arrivals[page.id] = list(arrivals)
+        page.tickets = tickets
+        page.is_superseded = False
+        self._to(page, PageState.WRITING_BACK)
+
+    def finish_write_back(self, page: Page) -> None:
+        """WRITING_BACK -> RESIDENT, clean unless superseded. All tickets are done and well."""
+        self._finish_arrivals(page, keep=not page.is_superseded)
+        self._to(page, PageState.RESIDENT)
+
+    def fail_write_back(self, page: Page, *, is_bad: bool = False) -> None:
+        """WRITING_BACK -> RESIDENT: the device's bytes stay the current ones.
+
+        Frames that `is_bad` are not used again.
+        """
+        self._finish_arrivals(page, keep=False, is_bad=is_bad)
+        self._to(page, PageState.RESIDENT)
+
+    # --- residency -------------------------------------------------------------------------------
+
+    def evict(self, page: Page) -> None:
+        """RESIDENT -> EVICTED.
+
+        The backend has released the device memory; every segment has a copy below.
+        """
+        if page.pins or not (page.is_clean or page.nbytes == 0):
+            raise AssertionError(f"evict of {page!r}, clean={page.is_clean}")
+        self.device_used_bytes -= page.frame_bytes
+        self._to(page, PageState.EVICTED)
+
+    def begin_fetch(self, page: Page) -> None:
+        """EVICTED or FAILED -> FETCHING: the device memory is allocated.
+
+        Set `tickets` with `in_flight`.
+        """
+        self.device_used_bytes += page.frame_bytes
+        self.device_peak_bytes = max(self.device_peak_bytes, self.device_used_bytes)
+        self._to(page, PageState.FETCHING)
+
+    def in_flight(self, page: Page, tickets: tuple[Any, ...]) -> None:
+        page.tickets = tickets
+
+    def finish_fetch(self, page: Page) -> None:
+        """FETCHING -> RESIDENT; the copies below stay current."""
+        page.tickets = ()
+        self._to(page, PageState.RESIDENT)
+
+    def fail_fetch(self, page: Page) -> None:
+        """FETCHING -> FAILED: the device memory is released, the copies below are untouched."""
+        page.tickets = ()
+        self.device_used_bytes -= page.frame_bytes
+        self._to(page, PageState.FAILED)
+
+    # --- host to NVMe ----------------------------------------------------------------------------
+
+    def begin_demote(
+        self, page: Page, arrivals: Sequence[Arrival], tickets: tuple[Any, ...]
+    ) -> None:
+        """EVICTED -> DEMOTING: `tickets` copy host frames into the NVMe frames in `arrivals`."""
+        self._arrivals[page.id] = list(arrivals)
+        page.tickets = tickets
+        self._to(page, PageState.DEMOTING)
+
+    def finish_demote(self, page: Page) -> None:
+        """DEMOTING -> EVICTED: the NVMe frames are current, their host frames are free."""
+        moved = [segment for segment, _, _ in self._arrivals[page.id]]
+        self._finish_arrivals(page, keep=True)
+        for segment in moved:
+            self._release(segment, Tier.HOST)
+        self._to(page, PageState.EVICTED)
+
+    def fail_demote(self, page: Page, *, is_bad: bool = False) -> None:
+        """DEMOTING -> EVICTED: the host frames stay the current ones.
+
+        Frames that `is_bad` are not used again.
+        """
+        self._finish_arrivals(page, keep=False, is_bad=is_bad)
+        self._to(page, PageState.EVICTED)
+
+    def drop_host_copies(self, page: Page) -> int:
+        """Frees the host frames that another current copy makes redundant; returns the bytes freed.
+
+        On the device, the page becomes dirty where the host held its only copy below. In flight,
+        nothing is freed: a ticket may be reading the frames.
+        """
+        freed = 0
+        if page.tickets:
+            return freed
+        redundant = page.state is PageState.RESIDENT
+        for segment in page.segments:
+            if segment.host is not None and (redundant or segment.nvme is not None):
+                freed += sum(extent.nbytes for extent in segment.host)
+                self._release(segment, Tier.HOST)
+        page.has_copies = any(not segment.is_dirty for segment in page.segments)
+        return freed
+
+    # --- frames and commit -----------------------------------------------------------------------
+
+    def allocate(self, tier: Tier, nbytes: int) -> tuple[Extent, ...] | None:
+        """A frame for a transfer that is about to start, or None if the tier is full.
+
+        Also in a closed tier: the pages that live must still be able to change places.
+        """
+        return self.frames[tier].allocate(nbytes)
+
+    def release_frames(self, arrivals: Iterable[Arrival]) -> None:
+        """Gives back frames of `allocate` for which no transfer was submitted."""
+        for _, tier, frame in arrivals:
+            self.frames[tier].free(frame)
+
+    def segments_of(self, page: Page) -> tuple[Segment, ...]:
+        if not page.segments and page.nbytes:
+            step = self.segment_bytes
+            page.segments = tuple(
+                Segment(offset, min(step, page.nbytes - offset))
+                for offset in range(0, page.nbytes, step)
+            )
+        return page.segments
+
+    @staticmethod
+    def commit_of(nbytes: int) -> int:
+        """Bytes that a page may take in the tiers below, in the worst case."""
+        return (nbytes + _COMMIT_MASK) & ~_COMMIT_MASK
+
+    def close_tier(self, tier: Tier, reason: str) -> None:
+        """No new page counts on this tier any more; those that live go on using it."""
+        self.closed_tiers.setdefault(tier, reason)
+
+    # --- looking ---------------------------------------------------------------------------------
+
+    def address_of(self, page: Page) -> int:
+        """The page's virtual address, reserved at the first call."""
+        if not page.va:
+            page.va = self._space.reserve(page.nbytes)
+        return page.va
+
+    def translate(self, va: int) -> Translation:
+        """Tier, frame offset and page of the byte at `va`; KeyError if no live page owns it."""
+        return self._space.translate(va, self.pages)
+
+    def tier_of(self, page: Page) -> Tier:
+        """The highest tier that holds the whole page's current bytes."""
+        if page.is_on_device or not page.nbytes:
+            return Tier.DEVICE if page.is_on_device else Tier.HOST
+        on_host = all(segment.host is not None for segment in page.segments)
+        return Tier.HOST if on_host else Tier.NVME
+
+    def arrivals_of(self, page_id: int) -> list[Arrival]:
+        return self._arrivals.get(page_id, [])
+
+    def dump(self) -> str:
+        """Every page on a line, for a debugger."""
+        lines = [repr(page) for page in self.pages.values()]
+        lines.append(f"device {self.device_used_bytes} B, committed {self.committed_bytes} B")
+        return "\n".join(lines)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _finish_arrivals(self, page: Page, *, keep: bool, is_bad: bool = False) -> None:
+        for segment, tier, frame in self._arrivals.pop(page.id):
+            if is_bad and tier is Tier.NVME:
+                self.bad_frames.append(frame)
+            elif not keep:
+                self.frames[tier].free(frame)
+            elif tier is Tier.HOST:
+                segment.host = frame
+            else:
+                segment.nvme = frame
+        page.tickets = ()
+        page.has_copies = any(not segment.is_dirty for segment in page.segments)
+
+    def _free_copies(self, page: Page) -> None:
+        for segment in page.segments:
+            self._release(segment, Tier.HOST)
+            self._release(segment, Tier.NVME)
+        page.has_copies = False
+
+    def _release(self, segment: Segment, tier: Tier) -> None:
+        frame = segment.host if tier is Tier.HOST else segment.nvme
+        if frame is not None:
+            self.frames[tier].free(frame)
+        if tier is Tier.HOST:
+            segment.host = None
+        else:
+            segment.nvme = None
+
+    @staticmethod
+    def _to(page: Page, state: PageState) -> None:
+        if state not in _ALLOWED[page.state]:
+            raise AssertionError(
+                f"illegal transition {page.state.value} -> {state.value} of {page!r}"
+            )
+        page.state = state
