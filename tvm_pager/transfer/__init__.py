@@ -1,0 +1,1 @@
+"""Moves bytes between tiers, decides nothing. Empty: the torch-free core imports `protocol`."""
