@@ -1,0 +1,410 @@
+"""Demand paging: before an operation runs, its operands are resident, with room for its outputs.
+
+[Note: One lock]
+    `lock` covers fault, pin and launch. An operation that runs under it needs no pins: its operands
+    are listed in `running`, and only this thread could evict. Operations that leave the lock while
+    they run (`pin`, `unpin`) are counted in `num_transient_pins`; a request that they block waits,
+    first come first served, and holds nothing meanwhile: two threads that each pinned half of what
+    they need would wait for ever.
+
+[Note: Finalisers]
+    A storage's death runs on any thread, inside any call, also inside the pager's own lock. It only
+    appends to `dead` (an atomic operation); the pager drains that list on entry and before it
+    waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from tvm_pager.errors import BudgetError, TransferError
+from tvm_pager.events import Event, EventKind
+from tvm_pager.memory import FrameAllocator, Page, PageKind, PageState, PageTable, Tier
+from tvm_pager.memory.invariants import check_table
+from tvm_pager.memory.page_table import COMMIT_ALIGNMENT
+from tvm_pager.paging.limits import commit_limit_bytes, over_budget, over_commit
+from tvm_pager.paging.mover import Mover
+from tvm_pager.paging.tier_policy import TierPolicy
+from tvm_pager.paging.view import PagerView
+from tvm_pager.planning import load_policy
+from tvm_pager.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from tvm_pager.events import EventSink
+    from tvm_pager.planning import Policy
+    from tvm_pager.transfer.protocol import Backend, Checker
+
+__all__ = ["UNLIMITED_BYTES", "DemandPager"]
+
+
+def _gone() -> None:
+    """The `memory` of a page whose storage has died."""
+
+
+UNLIMITED_BYTES = 1 << 62
+
+
+class DemandPager:
+    """Decides, with its policies, what is on the device; nobody else changes the page table.
+
+    Args:
+        backend: moves the bytes.
+        device_budget_bytes: pages on the device never exceed it, together with
+            `Backend.device_overhead_bytes`.
+        make_policy: makes the policy of one tier; called once per tier.
+        segment_bytes: pages are split into parts of this size below the device.
+        sink: receives every event; None costs nothing.
+        strict: a misbehaving policy raises instead of being replaced by LRU.
+        clock: nanoseconds, monotonic; the simulator passes its own.
+        checker: compares every page that comes back with what left; None costs nothing.
+        owner_executors: the executor (CUDA stream) that operations normally run on.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        device_budget_bytes: int,
+        make_policy: Callable[[], Policy],
+        *,
+        segment_bytes: int = 32 << 20,
+        sink: EventSink | None = None,
+        strict: bool = False,
+        clock: Callable[[], int] = time.monotonic_ns,
+        owner_executors: tuple[Any, ...] = (),
+        checker: Checker | None = None,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.dead: deque[Any] = deque()  # see [Note: Finalisers]; entries have a `page`
+        self.dead_exports: deque[Page] = deque()  # pages whose raw alias has died; likewise
+        # Operands of the operations that run under the lock.
+        self.running: list[Sequence[Page]] = []
+        self.num_transient_pins = 0
+        self.operation_index = 0
+        self.iteration = 0
+        self.budget_bytes = device_budget_bytes
+        self.overhead_bytes = 0  # device bytes that are not pages, as of the last `sample_overhead`
+        self.backend = backend
+        self.sink = sink
+        self._clock = clock
+        self._released = threading.Condition(self.lock)
+        self._queue: deque[object] = deque()  # requests that wait, oldest first
+        self.table = PageTable(
+            FrameAllocator(backend.host_capacity_bytes, COMMIT_ALIGNMENT),
+            FrameAllocator(backend.nvme_capacity_bytes, COMMIT_ALIGNMENT),
+            segment_bytes=segment_bytes,
+        )
+        self.view = PagerView(self.table)
+        fallback = load_policy("lru")
+        self.policies = {
+            tier: TierPolicy(tier, make_policy(), fallback, self.notice, strict=strict)
+            for tier in (Tier.DEVICE, Tier.HOST)
+        }
+        self.device_policy = self.policies[Tier.DEVICE]
+        self.mover = Mover(
+            self.table,
+            backend,
+            self.policies[Tier.HOST],
+            self.device_policy,
+            self.view,
+            sink,
+            clock,
+            self._update_commit_limit,
+            owner_executors,
+            checker,
+        )
+        self.commit_limit_bytes = 0
+        self.table.on_larger_page = self._update_commit_limit
+        self._update_commit_limit()
+
+    # --- pages -----------------------------------------------------------------------------------
+
+    @property
+    def free_bytes(self) -> int:
+        """Device bytes that a page could take without an eviction."""
+        return self.budget_bytes - self.table.device_used_bytes - self.overhead_bytes
+
+    def sample_overhead(self) -> None:
+        """Asks the backend how many device bytes are not pages.
+
+        Tens of microseconds on CUDA, so not per operation.
+        """
+        self.overhead_bytes = self.backend.device_overhead_bytes()
+
+    def pinned_bytes(self, beside: Iterable[Page]) -> int:
+        """Device bytes that are pinned by others than `beside`. O(pages)."""
+        own = {page.id for page in beside}
+        return sum(
+            page.frame_bytes
+            for page in self.table.pages.values()
+            if page.pins and page.is_on_device and page.id not in own
+        )
+
+    def _update_commit_limit(self) -> None:
+        self.commit_limit_bytes = commit_limit_bytes(self.table, self.budget_bytes)
+
+    def create(
+        self, nbytes: int, memory: Callable[[], Any], kind: PageKind = PageKind.OTHER
+    ) -> Page:
+        """Enters memory on the device as a page; `admit` or `reserve` has made room for it."""
+        page = self.table.create(nbytes, memory, kind)
+        self.device_policy.journal.append(page)
+        return page
+
+    def drain(self) -> None:
+        """Takes pages whose storage is gone out of the books, ends holds of dead raw aliases."""
+        exports = self.dead_exports
+        while exports:
+            page = exports.popleft()
+            if page.state is not PageState.DEAD:
+                self.written(page)  # through the alias, until now
+                self.drop(page)
+        dead = self.dead
+        while dead:
+            page = dead.popleft().page
+            # Page and reference hold each other: without this only the cycle collector frees them.
+            page.memory = _gone
+            if page.known_to or page.tickets:
+                self.forget(page)
+            elif page.state is not PageState.DEAD:
+                self.table.free(page)
+
+    def forget(self, page: Page) -> None:
+        """Takes a page out of the books: its storage died, or is the user's alone again."""
+        if page.state is PageState.DEAD:
+            return
+        if page.tickets and all(t.done() for t in page.tickets):
+            with contextlib.suppress(TransferError):  # nobody needs the bytes any more
+                self.mover.settle(page)
+        self.table.free(page)
+        for policy in self.policies.values():
+            policy.removed(page)
+
+    def written(self, page: Page) -> None:
+        """Declares that the device's bytes of a resident page are about to change."""
+        had_copies = page.has_copies
+        self.table.write(page)
+        if had_copies:
+            self.policies[Tier.HOST].removed(page)
+
+    def resized(self, page: Page, nbytes: int) -> None:
+        """Follows a storage that an operation has resized."""
+        self.table.resize(page, nbytes)
+        self.policies[Tier.HOST].removed(page)
+
+    # --- admission -------------------------------------------------------------------------------
+
+    def admit(self, pages: Sequence[Page], new_bytes: int, operation: str) -> None:
+        """Makes `pages` resident with `new_bytes` free on top, as one request. Blocks.
+
+        Pins nothing. The lock is held by the caller, and is given up only while waiting for pins of
+        other threads.
+
+        Raises:
+            BudgetError: they can never be on the device together.
+            CommitError: all tiers together cannot back `new_bytes` more.
+            TransferError: a page could not be read or written; nothing is lost, a later access
+                tries again.
+        """
+        self.drain()
+        self.mover.reap()
+        self.commit(new_bytes, operation)
+        distinct = list({page.id: page for page in pages}.values())
+        faults = [
+            page
+            for page in distinct
+            if page.state is not PageState.RESIDENT and page.state is not PageState.WRITING_BACK
+        ]
+        start_ns = self._clock()
+        self.running.append(distinct)
+        try:
+            self._admit(distinct, new_bytes, operation)
+        finally:
+            self.running.remove(distinct)
+        if self.sink is not None:
+            for page in faults:
+                event = Event(
+                    EventKind.FAULT, page.id, page.nbytes, None, start_ns, self._clock(), operation
+                )
+                self.sink.emit(event)
+
+    def commit(self, new_bytes: int, operation: str) -> None:
+        """Checks that every live page and `new_bytes` more can be backed by all tiers together."""
+        if not new_bytes or self.table.committed_bytes + new_bytes <= self.commit_limit_bytes:
+            return
+        self.drain()
+        self._update_commit_limit()
+        if self.table.committed_bytes + new_bytes > self.commit_limit_bytes:
+            raise over_commit(self.table, self.commit_limit_bytes, new_bytes, operation)
+
+    def _admit(self, pages: list[Page], new_bytes: int, operation: str) -> None:
+        for page in pages:
+            if page.state is PageState.FETCHING or page.state is PageState.DEMOTING:
+                self.mover.settle(page)
+        missing = [page for page in pages if not page.is_on_device]
+        need = sum(page.frame_bytes for page in missing) + new_bytes
+        self.make_room(need, operation)
+        for page in missing:
+            if not page.is_on_device:  # else another thread fetched it while this one waited
+                self._fetch(page, operation)
+
+    def _fetch(self, page: Page, operation: str) -> None:
+        if any(segment.host is not None for segment in page.segments):
+            self.policies[Tier.HOST].used(page)
+        while True:
+            try:
+                self.mover.start_fetch(page)
+                break
+            except MemoryError as error:  # fragmented, or others hold what the books call free
+                if not self._evict_some(page.frame_bytes):
+                    raise BudgetError(
+                        f"{operation}: the device refused {format_bytes(page.nbytes)} for {page!r} "
+                        f"although {format_bytes(self.free_bytes)} of the budget are free; lower "
+                        "the device budget"
+                    ) from error
+        self.mover.settle(page)
+
+    def make_room(self, need_bytes: int, operation: str) -> None:
+        """Evicts until `need_bytes` of the budget are free. Blocks.
+
+        Raises:
+            BudgetError: not even evicting everything evictable would do.
+        """
+        self.sample_overhead()
+        turn: object | None = None
+        try:
+            while self.free_bytes < need_bytes or (self._queue and self._queue[0] is not turn):
+                first = not self._queue or self._queue[0] is turn
+                if first and self._evict_some(need_bytes - self.free_bytes):
+                    continue
+                if first and self.mover.settle_any():
+                    continue
+                if not self.num_transient_pins:
+                    if not first:
+                        break  # the others wait for nothing that could still end
+                    raise over_budget(self, need_bytes, operation)
+                if turn is None:
+                    turn = object()
+                    self._queue.append(turn)
+                self._wait()
+        finally:
+            if turn is not None:
+                self._queue.remove(turn)
+                self._released.notify_all()
+
+    def make_room_if_possible(self, operation: str) -> None:
+        """Evicts down to the budget as far as there are evictable pages; never raises for it."""
+        with contextlib.suppress(BudgetError):
+            self.make_room(0, operation)
+
+    def _evict_some(self, need_bytes: int) -> bool:
+        """One round of the device's policy; False if it finds nothing."""
+        self.view.operation_index = self.operation_index
+        self.view.in_use = {page.id for pages in self.running for page in pages}
+        victims = self.device_policy.victims(max(need_bytes, 1), self.view)
+        if not victims:
+            return False
+        for page_id, to in victims:
+            if self._is_evictable(page_id):  # an eviction before it may have changed that
+                self.mover.evict(self.table.pages[page_id], to)
+        self.drain()
+        return True
+
+    def _is_evictable(self, page_id: int) -> bool:
+        # Making room on the host for another victim has bound it elsewhere.
+        self.view.bind(Tier.DEVICE)
+        return self.view.evictable(page_id)
+
+    def evict_for_retry(self) -> bool:
+        """Frees what it can after the device refused an operation that is about to run again."""
+        self.drain()
+        try:
+            return self._evict_some(max(1, self.table.device_used_bytes // 8)) or self._evict_some(
+                1
+            )
+        except TransferError:
+            return False  # the caller's error is the one that counts
+
+    def _wait(self) -> None:
+        """Gives up the lock until a pin ends; what this thread runs keeps its operands by pins."""
+        mine, self.running = self.running, []
+        held = [page for pages in mine for page in pages if page.is_on_device]
+        for page in held:
+            page.pins += 1
+        try:
+            self._released.wait(timeout=1.0)
+        finally:
+            for page in held:
+                page.pins -= 1
+            self.running = mine
+            self.drain()
+
+    def evict_all(self) -> int:
+        """Evicts every page that can go and has room below; returns the bytes freed. Blocks."""
+        with self.lock:
+            self.drain()
+            before = self.table.device_used_bytes
+            while self.mover.settle_any():
+                pass
+            self.view.in_use = {page.id for pages in self.running for page in pages}
+            self.device_policy.replay()
+            for page in list(self.table.pages.values()):
+                if self._is_evictable(page.id):
+                    try:
+                        self.mover.evict(page)
+                    except TransferError as error:
+                        if error.errno != errno.ENOSPC:
+                            raise
+            return before - self.table.device_used_bytes
+
+    # --- pins ------------------------------------------------------------------------------------
+
+    def pin(self, pages: Iterable[Page]) -> None:
+        """Forbids eviction of resident pages until `unpin`; other threads' requests wait for it."""
+        for page in pages:
+            page.pins += 1
+            self.num_transient_pins += 1
+
+    def unpin(self, pages: Iterable[Page]) -> None:
+        with self.lock:
+            for page in pages:
+                page.pins -= 1
+                self.num_transient_pins -= 1
+            self._released.notify_all()
+
+    def hold(self, page: Page) -> None:
+        """Forbids eviction beyond any one operation (an exported array, an escaped pointer)."""
+        page.pins += 1
+
+    def drop(self, page: Page) -> None:
+        page.pins -= 1
+
+    # --- life ------------------------------------------------------------------------------------
+
+    def notice(self, text: str) -> None:
+        """Tells the sink something that a person should know."""
+        if self.sink is not None:
+            now = self._clock()
+            self.sink.emit(Event(EventKind.NOTICE, -1, 0, None, now, now, text))
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the books contradict docs/states.md. O(pages)."""
+        with self.lock:
+            self.drain()
+            check_table(self.table)
+            for policy in self.policies.values():
+                policy.check_invariants()
+
+    def close(self) -> None:
+        """Waits for all transfers and closes the backend; bytes below the device are gone."""
+        with self.lock:
+            while self.mover.settle_any():
+                pass
+            self.drain()
+            self.backend.close()

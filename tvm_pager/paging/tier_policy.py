@@ -1,0 +1,165 @@
+"""One tier's policy, fed with what happened and checked in what it decides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tvm_pager.errors import PolicyError
+from tvm_pager.memory import Page, PageState, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tvm_pager.paging.view import PagerView
+    from tvm_pager.planning import Eviction, Policy
+
+__all__ = ["TierPolicy"]
+
+# Replaying the journal costs as much whenever it is done; the bound only keeps it from holding
+# memory.
+_JOURNAL_LIMIT = 256
+
+
+class TierPolicy:
+    """Batches uses of pages, replays them before a decision, replaces a policy that misbehaves.
+
+    Args:
+        tier: whose residents the policy knows.
+        policy: the chosen policy.
+        make_fallback: makes the policy that takes over after an error.
+        report: called once with a sentence when that happens.
+        strict: raise PolicyError instead.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        policy: Policy,
+        make_fallback: Callable[[], Policy],
+        report: Callable[[str], None],
+        *,
+        strict: bool,
+    ) -> None:
+        self.tier = tier
+        self.policy = policy
+        self.num_errors = 0
+        # Pages used since the last replay; the dispatch appends directly.
+        self.journal: list[Page] = []
+        self._bit = 1 << tier
+        self._known: dict[int, Page] = {}
+        self._make_fallback = make_fallback
+        self._report = report
+        self._strict = strict
+
+    def used(self, page: Page) -> None:
+        """The page is resident in the tier and was used (or has just arrived)."""
+        self.journal.append(page)
+
+    def removed(self, page: Page) -> None:
+        """The page has left the tier. Entries of it in the journal are void from now on."""
+        if page.known_to & self._bit:
+            page.known_to &= ~self._bit
+            del self._known[page.id]
+            self._tell("on_remove", page.id)
+
+    def replay(self) -> None:
+        """Tells the policy everything up to now, in order."""
+        journal, self.journal = self.journal, []
+        bit, dead = self._bit, PageState.DEAD
+        index, hook = 0, ""
+        while index < len(journal):
+            on_access = self.policy.on_access
+            try:
+                for index in range(index, len(journal)):  # noqa: B020 - goes on after the entry that raised
+                    page = journal[index]
+                    if page.known_to & bit:
+                        hook = "on_access"
+                        on_access(page.id)
+                    elif page.state is not dead and self._is_resident(page):
+                        hook = "on_insert"
+                        page.known_to |= bit
+                        self._known[page.id] = page
+                        self.policy.on_insert(page.id)
+            except Exception as error:  # whatever a policy does, training goes on
+                self._blame(hook, error)
+            index += 1
+
+    def trim(self) -> None:
+        """Replays if the journal has grown long."""
+        if len(self.journal) > _JOURNAL_LIMIT:
+            self.replay()
+
+    def victims(self, need_bytes: int, view: PagerView) -> list[Eviction] | None:
+        """Asks the policy; None if no set of evictable pages frees `need_bytes`.
+
+        Raises:
+            PolicyError: the decision is illegal or the policy raised, and `strict` is set.
+        """
+        self.replay()
+        view.bind(self.tier)
+        try:
+            chosen = self.policy.choose_victims(self.tier, need_bytes, view)
+            fault = self._fault_of(chosen, need_bytes, view)
+        except Exception as error:  # whatever a policy does, training goes on
+            chosen, fault = None, f"raised {error!r}"
+            if self._strict:
+                raise PolicyError(
+                    f"policy {self._name()} {fault} for tier {self.tier.name}"
+                ) from error
+        if fault is None:
+            return chosen
+        self._replace(fault)
+        return self.policy.choose_victims(self.tier, need_bytes, view)
+
+    def check_invariants(self) -> None:
+        """The policy knows exactly the residents, once everything has been replayed."""
+        self.replay()
+        for page in self._known.values():
+            if not self._is_resident(page):
+                raise AssertionError(f"policy of {self.tier.name} still knows {page!r}")
+
+    def _fault_of(
+        self, chosen: list[Eviction] | None, need_bytes: int, view: PagerView
+    ) -> str | None:
+        if chosen is None:
+            return None
+        freed = 0
+        seen: set[int] = set()
+        for page_id, to in chosen:
+            if page_id in seen or page_id not in self._known or not view.evictable(page_id):
+                return f"chose page {page_id}, which is not evictable now"
+            if to is not None and to <= self.tier:
+                return f"sent page {page_id} to tier {to!r}, which is not below {self.tier.name}"
+            seen.add(page_id)
+            freed += view.frame_bytes(page_id)
+        return None if freed >= need_bytes else f"freed {freed} B where {need_bytes} B were asked"
+
+    def _is_resident(self, page: Page) -> bool:
+        if page.state is PageState.DEAD:
+            return False
+        if self.tier is Tier.DEVICE:
+            return page.is_on_device
+        return any(segment.host is not None for segment in page.segments)
+
+    def _tell(self, hook: str, page_id: int) -> None:
+        try:
+            getattr(self.policy, hook)(page_id)
+        except Exception as error:
+            self._blame(hook, error)
+
+    def _blame(self, hook: str, error: Exception) -> None:
+        if self._strict:
+            raise PolicyError(f"policy {self._name()} raised in {hook}: {error!r}") from error
+        self._replace(f"raised {error!r} in {hook}")
+
+    def _replace(self, fault: str) -> None:
+        if self._strict:
+            raise PolicyError(f"policy {self._name()} {fault}")
+        self.num_errors += 1
+        self._report(f"policy {self._name()} {fault}; LRU has taken over for tier {self.tier.name}")
+        self.policy = self._make_fallback()
+        for page_id in self._known:
+            self.policy.on_insert(page_id)
+
+    def _name(self) -> str:
+        return self.policy.name or type(self.policy).__name__
