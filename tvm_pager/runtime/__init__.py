@@ -1,0 +1,1 @@
+"""Where torch meets the pager: the tensor subclass, dispatch, adoption and raw access."""

@@ -1,0 +1,387 @@
+"""Runs one operator in every case that the fast path of dispatch.py leaves out.
+
+See [Note: Order of the rules] there. Operations of other namespaces run with pins instead of the
+lock: a collective may wait for another thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tvm_pager.errors import PagerError
+from tvm_pager.memory import PageState
+from tvm_pager.runtime.lists import run_split
+from tvm_pager.runtime.results import (
+    compare_sizes,
+    count_versions,
+    tensor_class,
+    wrap,
+    wrap_tensor,
+)
+from tvm_pager.runtime.schema import (
+    READ_RAW,
+    OperatorPlan,
+    plan_of,
+    tensor_arguments,
+    written_tensors,
+)
+from tvm_pager.runtime.storage import page_of, page_of_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tvm_pager.memory import Page
+    from tvm_pager.runtime.context import PagingContext
+
+__all__ = ["adopt_results", "run_operator", "two_pagers"]
+
+_guard = torch._C._DisableTorchDispatch
+_Tensor = torch.Tensor
+_RESIDENT = PageState.RESIDENT
+
+
+def run_operator(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, active: PagingContext | None
+) -> Any:
+    """Runs one operator with its operands resident.
+
+    `active` is the open context, which owns what factories give.
+    """
+    plan = plan_of(func)
+    pages: list[Page] = []
+    unpaged: list[torch.Tensor] = []
+    args = _collect(plan, args, kwargs, pages, unpaged)
+    if pages:
+        context: PagingContext = pages[0].pager
+    elif active is not None and (active.is_cpu or _is_on(active, args, kwargs, unpaged)):
+        context = active
+    else:
+        with _guard():
+            out = func(*args, **(kwargs or {}))
+        if plan.is_foreach and plan.writes:
+            count_versions(written_tensors(plan, args, kwargs))
+        return out
+    for page in pages:
+        if page.pager is not context:
+            raise two_pagers(plan, page)
+    if not plan.is_native:
+        return _run_unlocked(context, func, plan, args, kwargs, pages, unpaged)
+    core = context.core
+    with core.lock:
+        core.drain()
+        core.operation_index += 1
+        new_bytes = 0
+        if plan.creates or not (context.is_cpu or plan.is_view):
+            key = context.sizes.key(func, args, kwargs)
+            known = context.sizes.known(key)
+            if known is None:
+                return _run_measured(context, func, plan, args, kwargs, pages, unpaged, key)
+            new_bytes = known
+            if known > core.free_bytes:
+                available = _available_bytes(context, pages)
+                new_bytes = max(context.sizes.least(key), min(known, available))
+        return _run_locked(context, func, plan, args, kwargs, pages, unpaged, new_bytes)
+
+
+def _run_locked(
+    context: PagingContext,
+    func: Any,
+    plan: OperatorPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    pages: list[Page],
+    unpaged: list[torch.Tensor],
+    new_bytes: int,
+    probe: _Probe | None = None,
+) -> Any:
+    core = context.core
+    table = core.table
+    needs_room = (
+        table.device_used_bytes + new_bytes + core.overhead_bytes > core.budget_bytes
+        or table.committed_bytes + new_bytes > core.commit_limit_bytes
+    )
+    for page in pages:
+        if page.state is not _RESIDENT:
+            needs_room = True
+    if needs_room:
+        if context.is_closed:
+            context.refuse_closed(pages[0])
+        if plan.list_positions and _exceeds(context, pages, new_bytes):
+            split = run_split(run_operator, func, plan, args, kwargs, context)
+            if split is not NotImplemented:
+                return split
+        core.admit(pages, new_bytes, plan.name)
+    written = None
+    if plan.writes:
+        written = written_tensors(plan, args, kwargs)
+        for tensor in written:
+            written_page = page_of(tensor)
+            if written_page is not None:
+                if plan.creates and written_page.tickets:
+                    core.mover.settle(written_page)  # it may resize what a copy is reading
+                core.written(written_page)
+    core.running.append(pages)
+    try:
+        if context.current_executor is not None:
+            for page in pages:
+                context.note_executor(page)
+        with _guard():
+            if probe is not None:
+                probe.start()
+            if context.is_cpu:
+                out = func(*args, **kwargs) if kwargs else func(*args)
+            else:
+                out = _run_on_cuda(context, func, plan, args, kwargs)
+            if probe is not None:
+                probe.stop()
+            if out.__class__ is _Tensor:
+                out = wrap_tensor(context, plan, out, args, unpaged)
+            elif out.__class__ is not tensor_class.paged:
+                out = wrap(context, plan, out, args, unpaged)
+                if plan.name in READ_RAW:
+                    for position in READ_RAW[plan.name]:
+                        context.hold_for_good(out[position])
+    finally:
+        core.running.pop()
+        journal = core.device_policy.journal
+        journal.extend(pages)
+        core.device_policy.trim()
+        if written:
+            compare_sizes(context, written)
+    if plan.is_foreach and written:
+        count_versions(written)
+    if table.device_used_bytes + core.overhead_bytes > core.budget_bytes:
+        core.make_room(0, plan.name)  # its results depend on data, and are larger this time
+    if context.check > 1:
+        core.check_invariants()
+    return out
+
+
+class _Probe:
+    """Measures what the device's allocator hands out to one operation, temporaries included.
+
+    What stays behind without being a page (a cuBLAS workspace, taken once per thread and stream)
+    is not the operation's need.
+    """
+
+    def __init__(self, context: PagingContext) -> None:
+        self._context = context
+        self._before = self._overhead = 0
+        self.taken_bytes: int | None = None
+
+    def start(self) -> None:
+        self._overhead = self._context.core.backend.device_overhead_bytes()
+        self._before = self._context.sizes.allocated_bytes() or 0
+
+    def stop(self) -> None:
+        after = self._context.sizes.allocated_bytes()
+        self.taken_bytes = None if after is None else after - self._before
+
+    def need_bytes(self) -> int | None:
+        """To be asked when the results are pages."""
+        if self.taken_bytes is None:
+            return None
+        kept = self._context.core.backend.device_overhead_bytes() - self._overhead
+        return self.taken_bytes - max(0, kept)
+
+
+def _run_measured(
+    context: PagingContext,
+    func: Any,
+    plan: OperatorPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    pages: list[Page],
+    unpaged: list[torch.Tensor],
+    key: Any,
+) -> Any:
+    """The first operation of a signature: outputs are estimated, what it took is remembered."""
+    core = context.core
+    least, estimate = context.sizes.estimate(plan, func, args, kwargs)
+    core.sample_overhead()
+    operand_bytes = _distinct_bytes(pages)
+    available = _available_bytes(context, pages)
+    wanted = context.sizes.cautious(plan, estimate, operand_bytes)
+    reserved = max(least, min(wanted, available))
+    created_before = core.table.created_bytes
+    probe = None if context.is_cpu else _Probe(context)
+    out = _run_locked(context, func, plan, args, kwargs, pages, unpaged, reserved, probe)
+    if key is not None:
+        taken = None if probe is None else probe.need_bytes()
+        context.sizes.observe(key, max(least, core.table.created_bytes - created_before), taken)
+    core.sample_overhead()
+    if core.free_bytes < 0:  # created more than estimated: make up for it at once
+        core.make_room(0, plan.name)
+    return out
+
+
+def _run_unlocked(
+    context: PagingContext,
+    func: Any,
+    plan: OperatorPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    pages: list[Page],
+    unpaged: list[torch.Tensor],
+) -> Any:
+    """An operator of another namespace: pinned, not locked, as it may wait for other threads."""
+    core = context.core
+    distinct = list({page.id: page for page in pages}.values())
+    written = written_tensors(plan, args, kwargs)
+    with core.lock:
+        core.operation_index += 1
+        for page in distinct:
+            context.refuse_closed(page)
+        core.admit(distinct, 0, plan.name)
+        for tensor in written:
+            page_written = page_of(tensor)
+            if page_written is not None:
+                core.written(page_written)
+        core.pin(distinct)
+        if context.current_executor is not None:
+            for page in distinct:
+                context.note_executor(page)
+        core.device_policy.journal.extend(distinct)
+    try:
+        with _guard():
+            out = func(*args, **(kwargs or {}))
+    finally:
+        core.unpin(distinct)
+    with core.lock:
+        if plan.name.startswith("c10d::"):
+            for page in distinct:  # the collective may still read them after it has returned
+                context.expose(page)
+        compare_sizes(context, written)
+        with _guard():
+            out = wrap(context, plan, out, args, unpaged)
+        core.sample_overhead()
+        if core.free_bytes < 0:
+            core.make_room(0, plan.name)
+        return out
+
+
+def _run_on_cuda(
+    context: PagingContext,
+    func: Any,
+    plan: OperatorPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+) -> Any:
+    """Runs the operator; out of memory is retried while pages can go, if nothing was written."""
+    generators = _generators(context, args, kwargs) if plan.is_seeded else []
+    offsets = [generator.get_offset() for generator in generators]
+    while True:
+        try:
+            return func(*args, **(kwargs or {}))
+        except torch.OutOfMemoryError:
+            if plan.writes or not context.core.evict_for_retry():
+                raise
+            torch.cuda.empty_cache()
+            for generator, offset in zip(generators, offsets, strict=True):
+                generator.set_offset(offset)
+
+
+def _generators(
+    context: PagingContext, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> list[torch.Generator]:
+    """The CUDA generators that the operation may draw from."""
+    given = [
+        value
+        for value in (*args, *(kwargs or {}).values())
+        if isinstance(value, torch.Generator) and value.device.type == "cuda"
+    ]
+    return given or [torch.cuda.default_generators[context.device.index or 0]]
+
+
+def _is_on(
+    context: PagingContext,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    unpaged: list[torch.Tensor],
+) -> bool:
+    """Whether an operation without paged operands could create anything on the pager's device."""
+    for value in (*args, *(kwargs or {}).values()):
+        if isinstance(value, torch.device):
+            return value.type == context.device.type
+    return any(context.owns_device(tensor) for tensor in unpaged)
+
+
+def _collect(
+    plan: OperatorPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    pages: list[Page],
+    unpaged: list[torch.Tensor],
+) -> tuple[Any, ...]:
+    """The general case of finding operands: keywords, lists, bare storages."""
+    for tensor in tensor_arguments(plan, args, kwargs):
+        if isinstance(tensor, _Tensor):
+            page = page_of(tensor)
+            if page is None:
+                unpaged.append(tensor)
+            else:
+                pages.append(page)
+    if plan.has_storage_args:
+        args = tuple(unaliased(value) for value in args)
+        for value in args:
+            if isinstance(value, torch.UntypedStorage):
+                page = page_of_storage(value)
+                if page is not None:
+                    pages.append(page)
+    return args
+
+
+def unaliased(value: Any) -> Any:
+    """The storage itself, if `value` is the alias that `PagedTensor.untyped_storage` gave of it."""
+    origin = (
+        getattr(value, "_tvm_origin", None) if isinstance(value, torch.UntypedStorage) else None
+    )
+    return value if origin is None else origin
+
+
+def _distinct_bytes(pages: list[Page]) -> int:
+    return sum(page.frame_bytes for page in {page.id: page for page in pages}.values())
+
+
+def _available_bytes(context: PagingContext, pages: list[Page]) -> int:
+    """What an operation may create beside its operands, if everything evictable goes."""
+    core = context.core
+    taken = core.overhead_bytes + core.pinned_bytes(pages) + _distinct_bytes(pages)
+    return core.budget_bytes - taken
+
+
+def _exceeds(context: PagingContext, pages: list[Page], new_bytes: int) -> bool:
+    """Whether the operands and outputs cannot be on the device together."""
+    return new_bytes > _available_bytes(context, pages)
+
+
+def adopt_results(
+    context: PagingContext,
+    plan: OperatorPlan,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    out: Any,
+) -> Any:
+    """Adopts what an operation gave that ran through other modes, and so not through `run`."""
+    unpaged = [
+        tensor
+        for tensor in tensor_arguments(plan, args, kwargs)
+        if isinstance(tensor, _Tensor) and page_of(tensor) is None
+    ]
+    with context.core.lock:
+        context.core.drain()
+        with _guard():
+            wrapped = wrap(context, plan, out, args, unpaged)
+        if context.core.free_bytes < 0:
+            context.core.make_room(0, plan.name)
+        return wrapped
+
+
+def two_pagers(plan: OperatorPlan, page: Page) -> PagerError:
+    """The error for operands of two pagers: neither could make room for the other's pages."""
+    return PagerError(
+        f"{plan.name} got operands of two pagers (the other owns {page!r}); "
+        f"unpage() one of them, or clone() it under the other's context"
+    )

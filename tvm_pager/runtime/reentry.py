@@ -1,0 +1,71 @@
+"""Parameters that left paging without a word come back at their module's entry.
+
+`load_state_dict(assign=True)` and lazy modules put other tensors under the same names. A forward
+pre-hook on all modules looks at the entering module's own tensors, costs a look-up per tensor, and
+adopts those that could be pages.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from tvm_pager.errors import PagerError
+from tvm_pager.runtime.adoption import adopt, is_adoptable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tvm_pager.runtime.context import PagingContext
+
+__all__ = ["ModuleEntry"]
+
+
+class ModuleEntry:
+    """Watches the modules that were paged and, while `watches_all`, every module that is called."""
+
+    def __init__(self, context: PagingContext) -> None:
+        self.watches_all = False
+        self._context = context
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        enter = weakref.WeakMethod(self._enter)
+        # Through a weak reference: the hook is global, and must not keep a forgotten pager alive.
+        self._hook = register_module_forward_pre_hook(
+            lambda module, inputs: None if (method := enter()) is None else method(module)
+        )
+
+    def watch(self, owners: Iterable[Any]) -> None:
+        """From now on modules among `owners`, and theirs, are looked at when called."""
+        for owner in owners:
+            if isinstance(owner, torch.nn.Module):
+                self._modules.update(owner.modules())
+
+    def forget(self, owners: Iterable[Any]) -> None:
+        for owner in owners:
+            if isinstance(owner, torch.nn.Module):
+                for module in owner.modules():
+                    self._modules.discard(module)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def _enter(self, module: torch.nn.Module) -> None:
+        if not self.watches_all and module not in self._modules:
+            return
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and is_adoptable(self._context, tensor):
+                    self._adopt(name, tensor)
+
+    def _adopt(self, name: str, tensor: torch.Tensor) -> None:
+        try:
+            if adopt(self._context, [tensor]) and not self.watches_all:
+                self._context.notice_once(
+                    "parameters that had left paging (load_state_dict(assign=True), lazy modules) "
+                    f"were adopted again (first seen: {name})"
+                )
+        except PagerError:
+            return  # a live graph holds it: it is right where it is, and there is a next time
