@@ -1,0 +1,99 @@
+"""Profiles, markers and the leak check that every test runs under."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+LEAK_PATIENCE_S = 5.0  # threads and files end a little after the call that ends them
+FILE_DESCRIPTORS = Path("/proc/self/fd")
+
+
+def _register_profiles() -> str:
+    # No deadlines: two shared cores make any per-example limit a source of false alarms.
+    quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    shared = {"deadline": None, "suppress_health_check": quiet, "print_blob": True}
+    settings.register_profile("default", max_examples=50, stateful_step_count=50, **shared)
+    settings.register_profile("ci", max_examples=100, stateful_step_count=75, **shared)
+    settings.register_profile("nightly", max_examples=2000, stateful_step_count=200, **shared)
+    profile = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default")
+    settings.load_profile(profile)
+    return profile
+
+
+PROFILE = _register_profiles()
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)  # bitwise comparisons, and no fight for the cores
+
+
+def pytest_report_header() -> str:
+    return f"tvm_pager: hypothesis profile {PROFILE}, CUDA devices {torch.cuda.device_count()}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    has_cuda = torch.cuda.is_available()
+    for item in items:
+        if item.get_closest_marker("gpu") and not has_cuda:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("nightly") and PROFILE != "nightly":
+            item.add_marker(pytest.mark.skip(reason="needs HYPOTHESIS_PROFILE=nightly"))
+
+
+@pytest.fixture(autouse=True)
+def no_leak() -> Iterator[None]:
+    """Fails a test that leaves a pager thread running or a pager file open behind it.
+
+    What was there before the test (a pager that a wider fixture holds) is not its fault.
+    """
+    threads_before, files_before = set(pager_threads()), set(pager_files())
+    yield
+
+    def leaks() -> list[str]:
+        return [
+            *(f"thread {t.name}" for t in pager_threads() if t not in threads_before),
+            *(f"file {name} (descriptor {fd})" for fd, name in pager_files() - files_before),
+        ]
+
+    left = leaks()
+    deadline = time.monotonic() + LEAK_PATIENCE_S
+    while left and time.monotonic() < deadline:
+        gc.collect()  # a failed test's traceback, or a cycle, may hold the owner for a moment
+        time.sleep(0.02)
+        left = leaks()
+    if left:
+        pytest.fail(f"left behind: {', '.join(left)}", pytrace=False)
+
+
+def pager_threads() -> list[threading.Thread]:
+    """Lists the live threads that belong to a pager, by the name that each of them gets."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("tvm_pager")]
+
+
+def pager_files() -> set[tuple[str, str]]:
+    """Lists open files, as (descriptor, name), that are named as a pager's or have no name at all.
+
+    A swap file opened with O_TMPFILE shows as "/dir/#inode (deleted)". Only the last component
+    counts: the checkout itself may lie in a folder called tvm_pager.
+    """
+    found = set()
+    for link in FILE_DESCRIPTORS.iterdir() if FILE_DESCRIPTORS.exists() else ():
+        try:
+            target = os.readlink(link)
+        except OSError:  # closed since, as the descriptor of this very listing is
+            continue
+        if target.startswith("/memfd:"):
+            continue
+        name = os.path.basename(target)
+        if "tvm_pager" in name or (name.startswith("#") and name.endswith(" (deleted)")):
+            found.add((link.name, target))
+    return found

@@ -1,0 +1,279 @@
+"""A rule machine over the pager on the delayed, failing backend, against a dict of bytes.
+
+The model is what a program would see if memory were infinite: page id -> bytes. The backend
+corrupts on purpose where a rule of order is broken, so every check is a comparison of bytes. All
+invariants are checked after each rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from typing import Any
+
+from hypothesis import event, note
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from tvm_pager.errors import BudgetError, CommitError, TransferError
+from tvm_pager.memory import Page, PageState, Tier
+from tvm_pager.paging import DemandPager
+from tvm_pager.planning import Eviction, Policy, View, load_policy
+from tvm_pager.transfer.protocol import Lane
+from tvm_pager.transfer.ram_backend import RamBackend, RamMemory
+
+DEVICE_BYTES = 40 * 512
+SIZES = st.sampled_from([0, 1, 100, 512, 3000, 4096, 5000, 9000, 12288])
+
+
+class CheckedPolicy(Policy):
+    """Passes through to a policy and checks, independently, what the pager promises to tell it."""
+
+    def __init__(self, inner: Policy) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.known: set[int] = set()
+
+    def on_insert(self, page_id: int) -> None:
+        assert page_id not in self.known
+        self.known.add(page_id)
+        self.inner.on_insert(page_id)
+
+    def on_access(self, page_id: int) -> None:
+        assert page_id in self.known
+        self.inner.on_access(page_id)
+
+    def on_remove(self, page_id: int) -> None:
+        self.known.remove(page_id)
+        self.inner.on_remove(page_id)
+
+    def choose_victims(self, tier: Tier, need_bytes: int, view: View) -> list[Eviction] | None:
+        victims = self.inner.choose_victims(tier, need_bytes, view)
+        for victim in victims or ():
+            page = view.page(victim.page_id)
+            assert view.evictable(victim.page_id)
+            assert tier is not Tier.DEVICE or page.pins == 0
+        return victims
+
+
+class PagerMachine(RuleBasedStateMachine):
+    """Rules: create, read, write, resize, pin, write back, prefetch, evict, free, fail, tick."""
+
+    pages = Bundle("pages")
+
+    @initialize(
+        seed=st.integers(0, 2**16),
+        max_delay=st.integers(0, 6),
+        policy=st.sampled_from(["lru", "clock"]),
+        host_bytes=st.sampled_from([0, 4096, 5 * 4096, 16 * 4096]),
+        nvme_bytes=st.sampled_from([0, 8 * 4096, 64 * 4096]),
+    )
+    def open(
+        self, seed: int, max_delay: int, policy: str, host_bytes: int, nvme_bytes: int
+    ) -> None:
+        self.backend = RamBackend(host_bytes, nvme_bytes, seed=seed, max_delay=max_delay)
+        make = load_policy(policy)
+        self.pager = DemandPager(
+            self.backend,
+            DEVICE_BYTES,
+            lambda: CheckedPolicy(make()),
+            segment_bytes=4096,
+            strict=True,
+        )
+        self.model: dict[int, bytes] = {}
+        self.memory: dict[int, RamMemory] = {}
+        self.pins: dict[int, int] = {}
+        self.counter = 0
+
+    def _pattern(self, nbytes: int) -> bytes:
+        self.counter += 1
+        return bytes((self.counter * 31 + i * 7) % 251 for i in range(nbytes))
+
+    def _admit(self, page: Page, new_bytes: int = 0) -> bool:
+        try:
+            with self.pager.lock:
+                self.pager.admit([page] if page is not None else [], new_bytes, "test")
+        except (BudgetError, TransferError, CommitError) as error:
+            event(f"refused: {type(error).__name__}")
+            return False
+        return True
+
+    @rule(target=pages, nbytes=SIZES)
+    def create(self, nbytes: int) -> Page | None:
+        rounded = -(-nbytes // 512) * 512
+        try:
+            with self.pager.lock:
+                self.pager.admit([], rounded, "create")
+        except (BudgetError, TransferError, CommitError) as error:
+            event(f"create refused: {type(error).__name__}")
+            return None
+        memory = RamMemory()
+        self.backend.allocate_device(memory, nbytes)
+        page = self.pager.create(nbytes, lambda: memory)
+        self.memory[page.id] = memory
+        self.pins[page.id] = 0
+        self._store(page)
+        return page
+
+    def _store(self, page: Page) -> None:
+        pattern = self._pattern(page.nbytes)
+        self.memory[page.id].data[:] = pattern
+        self.model[page.id] = pattern
+
+    @rule(page=pages)
+    def read(self, page: Page | None) -> None:
+        if page is None or page.id not in self.model:
+            return
+        if self._admit(page):
+            assert bytes(self.memory[page.id].data) == self.model[page.id], self.backend.hazards
+            self.pager.device_policy.used(page)
+
+    @rule(page=pages)
+    def write(self, page: Page | None) -> None:
+        if page is None or page.id not in self.model:
+            return
+        if self._admit(page):
+            if page.state is PageState.WRITING_BACK:
+                event("write while writing back")
+            self.pager.written(page)
+            self._store(page)
+            self.pager.device_policy.used(page)
+
+    @rule(first=pages, second=pages)
+    def read_two(self, first: Page | None, second: Page | None) -> None:
+        operands = [page for page in (first, second) if page is not None and page.id in self.model]
+        try:
+            with self.pager.lock:
+                self.pager.admit(operands, 512, "two")
+        except (BudgetError, TransferError, CommitError):
+            return
+        for page in operands:
+            assert bytes(self.memory[page.id].data) == self.model[page.id], self.backend.hazards
+
+    @rule(page=pages)
+    def start_write_back(self, page: Page | None) -> None:
+        if page is None or page.id not in self.model or page.state is not PageState.RESIDENT:
+            return
+        try:
+            self.pager.mover.start_write_back(page)
+        except TransferError:
+            event("write-back refused")
+
+    @rule(page=pages)
+    def prefetch(self, page: Page | None) -> None:
+        if page is None or page.id not in self.model or page.tickets or page.is_on_device:
+            return
+        if self.pager.free_bytes >= page.frame_bytes:
+            self.pager.mover.start_fetch(page)
+            event("prefetch")
+
+    @rule(page=pages)
+    def resize(self, page: Page | None) -> None:
+        if page is None or page.id not in self.model or not self._admit(page):
+            return
+        if page.tickets:
+            # An operation that resizes waits for copies of its operand.
+            self.pager.mover.settle(page)
+        nbytes = max(0, page.nbytes - 700)
+        self.pager.written(page)
+        self.memory[page.id].data = bytearray(nbytes)
+        self.pager.resized(page, nbytes)
+        self._store(page)
+
+    @rule(page=pages)
+    def pin(self, page: Page | None) -> None:
+        if page is None or page.id not in self.model or sum(self.pins.values()) > 2:
+            return
+        if self._admit(page):
+            self.pager.hold(page)
+            self.pins[page.id] += 1
+
+    @rule(page=pages)
+    def unpin(self, page: Page | None) -> None:
+        if page is not None and self.pins.get(page.id):
+            self.pager.drop(page)
+            self.pins[page.id] -= 1
+
+    @rule()
+    def evict_all(self) -> None:
+        try:
+            self.pager.evict_all()
+        except TransferError:
+            event("evict refused")
+        for page_id, count in self.pins.items():
+            if count:
+                assert self.pager.table.pages[page_id].is_on_device
+
+    @rule(page=consumes(pages))
+    def free(self, page: Page | None) -> None:
+        if page is None or page.id not in self.model:
+            return
+        if page.tickets:
+            event(f"death while {page.state.value}")
+        while self.pins[page.id]:
+            self.pager.drop(page)
+            self.pins[page.id] -= 1
+        del self.model[page.id], self.pins[page.id]
+
+        class Reference:
+            pass
+
+        reference: Any = Reference()
+        reference.page = page
+        self.pager.dead.append(reference)
+
+    @precondition(lambda self: self.counter > 3)
+    @rule(
+        lane=st.sampled_from(list(Lane)),
+        code=st.sampled_from([errno.ENOSPC, errno.EIO, errno.EAGAIN]),
+        num=st.integers(1, 2),
+    )
+    def fail_next(self, lane: Lane, code: int, num: int) -> None:
+        self.backend.fail_next(num, lane=lane, code=code)
+
+    @rule(num=st.integers(1, 4))
+    def advance(self, num: int) -> None:
+        for _ in range(num):
+            self.backend.tick()
+
+    @invariant()
+    def books_are_right(self) -> None:
+        if not hasattr(self, "pager"):
+            return
+        self.pager.check_invariants()
+        assert self.pager.table.device_used_bytes <= DEVICE_BYTES
+        assert set(self.pager.table.pages) == set(self.model)
+        for page_id, count in self.pins.items():
+            assert self.pager.table.pages[page_id].pins == count
+        if self.backend.hazards:
+            note(str(self.backend.hazards))
+        assert not self.backend.hazards
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pager"):
+            return
+        self.backend.fail_next(0)
+        left = list(self.pager.table.pages.values())
+        for page in left:
+            page.pins = 0
+        # Injected failures run out, and each page that was read makes room for the others.
+        for _ in range(10):
+            for page in list(left):
+                if self._admit(page):
+                    assert bytes(self.memory[page.id].data) == self.model[page.id]
+                    # Of a write-back that nobody waits for.
+                    with contextlib.suppress(TransferError):
+                        self.pager.mover.settle(page)
+                    self.pager.forget(page)
+                    left.remove(page)
+        assert not left, f"{left} cannot be read any more"
+        self.pager.close()
+        assert not self.backend.pending

@@ -1,0 +1,154 @@
+"""LRU and CLOCK by hand, what every policy owes, where policies come from, and the fallback."""
+
+from __future__ import annotations
+
+import copy
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tvm_pager
+from tvm_pager.errors import PolicyError
+from tvm_pager.planning import (
+    Eviction,
+    PageKind,
+    PageView,
+    Policy,
+    Tier,
+    View,
+    available_policies,
+    load_policy,
+    registry,
+)
+
+
+class FakeView:
+    """Pages of 10 bytes each; `held` ones cannot leave."""
+
+    operation_index = 0
+
+    def __init__(self, held: set[int] | None = None) -> None:
+        self.held = held or set()
+
+    def page(self, page_id: int) -> PageView:
+        return PageView(page_id, PageKind.OTHER, 10, Tier.DEVICE, False, 0, 0)
+
+    def evictable(self, page_id: int) -> bool:
+        return page_id not in self.held
+
+    def frame_bytes(self, page_id: int) -> int:
+        return 10
+
+
+def fed(name: str, *inserted: int, used: tuple[int, ...] = ()) -> Policy:
+    policy = load_policy(name)()
+    for page_id in inserted:
+        policy.on_insert(page_id)
+    for page_id in used:
+        policy.on_access(page_id)
+    return policy
+
+
+def victims(policy: Policy, need_bytes: int, view: View | None = None) -> list[int] | None:
+    chosen = policy.choose_victims(Tier.DEVICE, need_bytes, view or FakeView())
+    return None if chosen is None else [eviction.page_id for eviction in chosen]
+
+
+def test_lru_takes_the_page_that_was_not_used_for_longest() -> None:
+    assert victims(fed("lru", 1, 2, 3, used=(1,)), 15) == [2, 3]
+
+
+def test_clock_gives_used_pages_a_second_chance() -> None:
+    policy = fed("clock", 1, 2, 3, used=(1, 3))
+    assert victims(policy, 10) == [2]
+    policy.on_remove(2)
+    # The hand went on to 3; both have lost their bit since, or lose it in this sweep.
+    assert victims(policy, 20) is not None
+
+
+@pytest.mark.parametrize("name", ["lru", "clock"])
+def test_held_pages_are_passed_over(name: str) -> None:
+    assert victims(fed(name, 1, 2, 3), 20, FakeView({2})) == [1, 3]
+
+
+@pytest.mark.parametrize("name", ["lru", "clock"])
+def test_none_leaves_a_policy_unchanged(name: str) -> None:
+    policy = fed(name, 1, 2, 3, used=(2,))
+    before = copy.deepcopy(vars(policy))
+    assert victims(policy, 20, FakeView({1, 2})) is None
+    assert vars(policy) == before
+
+
+def test_unknown_names_are_answered_with_the_known_ones() -> None:
+    with pytest.raises(PolicyError, match="clock, lru"):
+        load_policy("fifo")
+    assert {"clock", "lru"} <= set(available_policies())
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "match"),
+    [
+        ("mine", ["json:JSONDecoder"], "not a subclass"),
+        ("mine", ["no_such_module:Mine"], "cannot be imported"),
+        ("mine", ["a:B", "c:D"], "uninstall all but one"),
+        ("lru", ["a:B"], "built in"),
+    ],
+)
+def test_entry_points_that_cannot_be_policies_are_refused(
+    name: str, values: list[str], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def points(**_: Any) -> list[EntryPoint]:
+        return [EntryPoint(name, value, registry.ENTRY_POINT_GROUP) for value in values]
+
+    monkeypatch.setattr(registry, "entry_points", points)
+    with pytest.raises(PolicyError, match=match):
+        load_policy(name)
+
+
+def eight_pages() -> list[torch.Tensor]:
+    """Twice as many bytes as the device of these tests has."""
+    return [torch.full((1024,), float(i)) for i in range(8)]
+
+
+class Hostile(Policy):
+    """Chooses pages that are not there."""
+
+    name = "hostile"
+
+    def choose_victims(self, tier: Tier, need_bytes: int, view: View) -> list[Eviction] | None:
+        return [Eviction(10**9)]
+
+
+class Raising(Policy):
+    name = "raising"
+
+    def on_access(self, page_id: int) -> None:
+        raise ValueError("no")
+
+    def choose_victims(self, tier: Tier, need_bytes: int, view: View) -> list[Eviction] | None:
+        raise KeyError("never")
+
+
+@pytest.mark.parametrize("policy", [Hostile, Raising])
+def test_a_policy_that_misbehaves_is_replaced_once_and_the_numbers_are_right(
+    policy: type[Policy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tvm_pager.api.load_policy", lambda name: policy)
+    with tvm_pager.Pager(device="16KiB", host="1MiB", torch_device="cpu") as pager:
+        kept = eight_pages()
+        assert [t[5].item() for t in kept] == [float(i) for i in range(8)]
+        stats = pager.stats()
+        assert 1 <= stats.num_policy_errors <= 2, "once per tier"
+        assert any("LRU has taken over" in notice for notice in stats.notices)
+        del kept
+
+
+def test_strict_raises_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tvm_pager.api.load_policy", lambda name: Hostile)
+    with tvm_pager.Pager(device="16KiB", host="1MiB", torch_device="cpu", strict=True) as pager:
+        with pytest.raises(PolicyError, match="hostile"):
+            eight_pages()
+        pager.check_invariants()

@@ -1,0 +1,38 @@
+"""The core can be imported, and so simulated and tested, without torch.
+
+Each case is a fresh interpreter: static checks miss what a parent package imports at run time.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+TORCH_FREE = [
+    "tvm_pager",
+    "tvm_pager.config",
+    "tvm_pager.errors",
+    "tvm_pager.events",
+    "tvm_pager.memory",
+    "tvm_pager.paging",
+    "tvm_pager.planning",
+    "tvm_pager.policies.lru",
+    "tvm_pager.transfer.protocol",
+    "tvm_pager.units",
+]
+HEAVY = ("torch", "kvikio", "cupy", "transformers")
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_importing_leaves_torch_alone(module: str) -> None:
+    program = (
+        f"import sys, {module}\n"
+        f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        f"sys.exit(f'importing {module} loaded {{loaded}}' if loaded else 0)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
