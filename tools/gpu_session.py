@@ -5,8 +5,8 @@
 
 Each part is a process of its own with a time limit; one that fails or runs out of time does not
 stop the others. The folder gets one log per part and `session.json`, which is rewritten after each
-part, so that a session that is cut short leaves what it had. Few files, because a machine lent for
-minutes gives few back. At the end come the tails of what failed, and last a table.
+part, so that a session that is cut short leaves what it had. Few files: one log a part. At the end
+come the tails of what failed, and last a table.
 
 The demonstration takes its weights from the file that the variable TVM_DEMO_GGUF names, else from
 the package that ships them, else it makes random ones. Nothing is installed.
