@@ -34,6 +34,20 @@ class Mutation(NamedTuple):
 MUTATIONS = (
     # --- moving bytes ---
     Mutation(
+        "a write during write-back supersedes the copy",
+        "tvm_pager/memory/page_table.py",
+        "            page.is_superseded = True\n",
+        "            pass\n",
+        "tests/model/test_write_back_order.py::test_a_write_during_write_back_supersedes_the_copy",
+    ),
+    Mutation(
+        "a storage that others refer to is not adopted",
+        "tvm_pager/runtime/adoption.py",
+        "    if counted > expected:\n",
+        "    if counted > expected + 99:\n",
+        f"{_RULES}an_alias_made_before_is_safe_outside_every_context",
+    ),
+    Mutation(
         "settle waits for the copies before memory is released",
         "tvm_pager/paging/mover.py",
         "for ticket in page.tickets:\n            try:",

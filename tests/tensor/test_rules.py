@@ -186,6 +186,21 @@ def test_memory_that_somebody_else_refers_to_is_not_taken_away(tmp_path: Path) -
     assert_nothing_left(tmp_path)
 
 
+def test_an_alias_made_before_is_safe_outside_every_context(tmp_path: Path) -> None:
+    """There no mode sees the operation, so nothing could fetch the page for a plain alias."""
+    model = nn.Linear(8, 8)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    alias = model.weight.detach()
+    pager = small_pager(tmp_path)
+    tvm_pager.page(model, pager=pager)
+    pager.evict_all()
+    assert alias.sum().item() == 64.0
+    assert not pager.is_paged(model.weight)
+    assert pager.is_paged(model.bias)
+    pager.close()
+
+
 # --- the books follow what torch does to a storage ---
 
 

@@ -6,11 +6,12 @@ lock: a collective may wait for another thread.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tvm_pager.errors import PagerError
+from tvm_pager.errors import PagerError, TransferError
 from tvm_pager.memory import PageState
 from tvm_pager.runtime.lists import run_split
 from tvm_pager.runtime.results import (
@@ -120,7 +121,10 @@ def _run_locked(
             written_page = page_of(tensor)
             if written_page is not None:
                 if plan.creates and written_page.tickets:
-                    core.mover.settle(written_page)  # it may resize what a copy is reading
+                    # It may resize what a copy is reading. Whether the copy goes well is nothing
+                    # to this operation: its bytes are about to be void.
+                    with contextlib.suppress(TransferError):
+                        core.mover.settle(written_page)
                 core.written(written_page)
     core.running.append(pages)
     try:
