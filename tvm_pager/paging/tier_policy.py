@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from tvm_pager.paging.view import PagerView
     from tvm_pager.planning import Eviction, Policy
 
-__all__ = ["TierPolicy"]
+__all__ = ["JOURNAL_LIMIT", "TierPolicy"]
 
 # Replaying the journal costs as much whenever it is done; the bound only keeps it from holding
 # memory.
-_JOURNAL_LIMIT = 256
+JOURNAL_LIMIT = 256
 
 
 class TierPolicy:
@@ -86,7 +86,7 @@ class TierPolicy:
 
     def trim(self) -> None:
         """Replays if the journal has grown long."""
-        if len(self.journal) > _JOURNAL_LIMIT:
+        if len(self.journal) > JOURNAL_LIMIT:
             self.replay()
 
     def victims(self, need_bytes: int, view: PagerView) -> list[Eviction] | None:

@@ -49,7 +49,6 @@ class PagingContext:
         self.owner_executor = owner_executor
         self.check = check
         self.is_closed = False
-        self.num_unpageable = 0
         self._exposed: dict[int, Page] = {}
         self._absent: set[int] = set()
         self.copies: dict[int, Any] = {}  # see exports.plain_copy
@@ -118,7 +117,6 @@ class PagingContext:
             page.exposed_at = _FOR_GOOD
 
     def stays_put(self, storage: torch.UntypedStorage) -> None:
-        self.num_unpageable += 1
         self.notice_once(
             "storages that torch cannot resize (numpy, mmap, DLPack, shared memory, safetensors) "
             f"are not paged and stay where they are (first seen: {storage.nbytes()} bytes on "

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tvm_pager.memory import PageState
 from tvm_pager.paging.pager import UNLIMITED_BYTES
+from tvm_pager.paging.tier_policy import JOURNAL_LIMIT
 from tvm_pager.runtime.execution import adopt_results, run_operator
 from tvm_pager.runtime.results import tensor_class, wrap
 from tvm_pager.runtime.schema import known_plans, plan_of
@@ -51,7 +52,6 @@ _lift_fresh = torch.ops.aten.lift_fresh.default
 _NONE_UNPAGED: list[torch.Tensor] = []
 _RESIDENT = PageState.RESIDENT
 _POINTWISE_ITEM_BYTES = 16  # complex128, the widest result a pointwise operator can give
-_JOURNAL_BOUND = 256  # short, so that dead pages are given back while they are still in the cache
 
 
 class PagingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
@@ -178,7 +178,7 @@ def run(
             running.pop()
             journal = core.device_policy.journal
             journal += pages
-            if len(journal) > _JOURNAL_BOUND:
+            if len(journal) > JOURNAL_LIMIT:
                 core.device_policy.trim()
                 core.sample_overhead()
         return out if is_fast else run_operator(func, args, kwargs, active)
