@@ -16,13 +16,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tvm_pager.config import PagerConfig
-from tvm_pager.errors import ConfigError, PagerClosedError, PagerError, TransferError
+from tvm_pager.errors import ConfigError, PagerClosedError, PagerError
 from tvm_pager.memory import Tier
 from tvm_pager.observe.counters import Counters, Stats
 from tvm_pager.paging import DemandPager
 from tvm_pager.paging.pager import UNLIMITED_BYTES
 from tvm_pager.planning import load_policy
-from tvm_pager.runtime import adoption
+from tvm_pager.runtime import adoption, closing
+from tvm_pager.runtime.checkpoint import LoadReport, load
 from tvm_pager.runtime.compilation import allow_compilation, refuse_compilation
 from tvm_pager.runtime.context import PagingContext
 from tvm_pager.runtime.device import (
@@ -40,7 +41,7 @@ from tvm_pager.transfer.swap_file import usable_bytes
 from tvm_pager.transfer.torch_backend import TorchBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from types import TracebackType
 
 __all__ = ["Pager", "page", "unpage"]
@@ -209,6 +210,37 @@ class Pager:
         self._entry.watch(owners)
         return adoption.adopt(self._context, owners, copy=copy)
 
+    def load(
+        self,
+        model: torch.nn.Module,
+        checkpoint: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        *,
+        strict: bool = True,
+    ) -> LoadReport:
+        """Fills a model from safetensors files, whose tensors stay there until they are used.
+
+        Build the model on the meta device (`with torch.device("meta")`): its parameters get the
+        files' dtypes, as with `load_state_dict(assign=True)`, and become pages backed by the files.
+        None is read before an operation needs it, none is written anywhere while it is unchanged,
+        and none counts in what host and NVMe must back. A parameter that is not on the meta device
+        is file-backed too where dtype and layout agree and nothing else shares its storage; else
+        its values are copied in. The objects stay the same. Do not change the files meanwhile: that
+        is detected at the next read. Blocks.
+
+        Args:
+            model: what to fill.
+            checkpoint: a file, several, or a directory with `*.safetensors`.
+            strict: whether missing and unexpected names are an error.
+
+        Raises:
+            ConfigError: no file, or none in that format.
+            PagerError: names or shapes do not match; nothing has changed.
+        """
+        self._refuse_closed("load")
+        self._backend.stage_files()
+        self._entry.watch([model])
+        return load(self._context, model, checkpoint, strict=strict)
+
     def unpage(self, *owners: Any) -> int:
         """Makes plain tensors of the pages of `owners`, same objects; returns their number.
 
@@ -258,7 +290,7 @@ class Pager:
     def recover(self, tensor: torch.Tensor) -> torch.Tensor:
         """A plain CPU copy of a paged tensor, also after a `close` that found no room for it."""
         page = page_of(tensor)
-        kept = getattr(page, "kept", None) if page is not None else None
+        kept = page.kept if page is not None else None
         if kept is None:
             return plain_copy(tensor).cpu()
         item = tensor.element_size()
@@ -314,12 +346,16 @@ class Pager:
 
     # --- end -------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def close(self, *, restore: bool = True) -> None:
         """Gives every live page's bytes back to torch, then slab, swap file and threads.
 
         Idempotent. Blocks. Pages come back to the device as plain memory, outside the budget. What
         does not fit there is kept in ordinary host memory: using such a tensor raises
         `PagerClosedError`, `recover(tensor)` copies it out. Nothing is lost.
+
+        Args:
+            restore: False gives up what is not on the device, for a process that is about to end:
+                nothing is read back, and using such a tensor raises `PagerClosedError`.
         """
         if self._context.is_closed:
             return
@@ -328,32 +364,7 @@ class Pager:
         allow_compilation()
         gc.collect()  # dead cycles must not be read back
         with self._core.lock:
-            self._core.drain()
-            self._core.budget_bytes = UNLIMITED_BYTES
-            pages = list(self._core.table.pages.values())
-            kept = [page for page in pages if not self._restore(page)]
-            if kept:
-                self._core.notice(
-                    f"{len(kept)} pages did not fit on {self.torch_device} at close and are kept "
-                    "in host memory; pager.recover(tensor) copies them out"
-                )
-            self._core.close()
-            self._context.is_closed = True
-
-    def _restore(self, page: Any) -> bool:
-        """Brings one page home; False if its bytes had to be kept in host memory."""
-        storage = page.memory()
-        if storage is None:
-            return True
-        try:
-            self._core.admit([page], 0, "close")
-        except (PagerError, MemoryError) as error:
-            if isinstance(error, TransferError):
-                raise
-            page.kept = self._backend.read_to_host(page.nbytes, self._core.mover.pieces_below(page))
-            return False
-        self._context.forget_storage(storage)
-        return True
+            closing.end(self._context, self._backend, restore=restore)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Learns what pages hold; takes the end of `optimizer.step()` for an iteration boundary."""

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from tvm_pager.errors import BudgetError, CommitError, TransferError
-from tvm_pager.memory import Page, PageState, Tier
+from tvm_pager.memory import Backing, Page, PageState, Tier
 from tvm_pager.paging import DemandPager
 from tvm_pager.planning import Eviction, Policy, View, load_policy
 from tvm_pager.transfer.protocol import Lane
@@ -143,7 +143,13 @@ class PagerMachine(RuleBasedStateMachine):
         if self._admit(page):
             if page.state is PageState.WRITING_BACK:
                 event("write while writing back")
-            self.pager.written(page)
+            if page.has_source:
+                event(f"write to a page backed by {page.backing.value}")
+            try:
+                self.pager.written(page)
+            except CommitError:
+                assert page.backing is Backing.FILE
+                return
             self._store(page)
             self.pager.device_policy.used(page)
 
@@ -167,11 +173,26 @@ class PagerMachine(RuleBasedStateMachine):
         except TransferError:
             event("write-back refused")
 
+    @rule(page=pages, backing=st.sampled_from([Backing.FILE, Backing.RECIPE, Backing.SWAP]))
+    def back(self, page: Page | None, backing: Backing) -> None:
+        if page is None or page.id not in self.model or not self._admit(page):
+            return
+        source = None if backing is Backing.SWAP else self.model[page.id]
+        try:
+            self.pager.back(page, backing, source)
+        except CommitError:
+            assert page.backing is Backing.FILE
+
     @rule(page=pages)
     def prefetch(self, page: Page | None) -> None:
         if page is None or page.id not in self.model or page.tickets or page.is_on_device:
             return
         if self.pager.free_bytes >= page.frame_bytes:
+            if page.backing is Backing.RECIPE:
+                try:
+                    self.pager.commit(self.pager.table.commit_of(page.nbytes), "prefetch")
+                except CommitError:
+                    return
             self.pager.mover.start_fetch(page)
             event("prefetch")
 
@@ -184,7 +205,10 @@ class PagerMachine(RuleBasedStateMachine):
             with contextlib.suppress(TransferError):
                 self.pager.mover.settle(page)
         nbytes = max(0, page.nbytes - 700)
-        self.pager.written(page)
+        try:
+            self.pager.written(page)
+        except CommitError:
+            return
         self.memory[page.id].data = bytearray(nbytes)
         self.pager.resized(page, nbytes)
         self._store(page)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from tvm_pager.memory.page import Page, PageState, Tier
+from tvm_pager.memory.page import Backing, Page, PageState, Tier
 
 if TYPE_CHECKING:
     from tvm_pager.memory.frames import Extent
@@ -28,7 +28,7 @@ def check_table(table: PageTable) -> None:
         _require(page.id == page_id, page, "is filed under its own id")
         _check_page(table, page)
         _collect_frames(table, page, frames)
-        committed_bytes += table.commit_of(page.nbytes)
+        committed_bytes += table.committed_of(page)
         device_bytes += page.frame_bytes if page.is_on_device else 0
         if page.va:
             ranges.append((page.va, page.va + page.nbytes))
@@ -69,10 +69,18 @@ def _check_page(table: PageTable, page: Page) -> None:
     if page.state in _OFF_DEVICE and page.nbytes:
         _require(page.is_clean, page, "every byte that is not on the device has a copy below")
     _require(
-        page.has_copies == any(not segment.is_dirty for segment in page.segments),
+        page.has_copies
+        == (page.has_source or any(not segment.is_dirty for segment in page.segments)),
         page,
-        "has_copies tells whether a segment has a frame",
+        "has_copies tells whether a segment has a frame or the page a source",
     )
+    _require(page.has_source == (page.source is not None), page, "FILE and RECIPE have a source")
+    if page.has_source:
+        _require(
+            all(segment.is_dirty for segment in page.segments), page, "a source needs no frames"
+        )
+    if page.backing is Backing.NONE:
+        _require(page.is_on_device, page, "what nothing backs is on the device")
     if page.segments:
         covered = 0
         for segment in page.segments:

@@ -50,11 +50,13 @@ class PageState(enum.Enum):
 
 
 class Backing(enum.Enum):
-    """What stands behind a page that leaves the device."""
+    """What stands behind a page that leaves the device; `PageTable.back` sets it."""
+
+    __hash__ = object.__hash__
 
     SWAP = "swap"  # written back to the tiers below
-    FILE = "file"  # a read-only file holds the bytes; never written back while clean
-    RECIPE = "recipe"  # recomputed from its inputs
+    FILE = "file"  # `source` reads them from a file; takes no frame and no commit; a write ends it
+    RECIPE = "recipe"  # `source` computes them again; commits until dropped; a write ends it
     NONE = "none"  # can never leave the device
 
 
@@ -91,9 +93,11 @@ class Page:
     va: int = 0
     kind: PageKind = PageKind.OTHER  # written by the runtime
     backing: Backing = Backing.SWAP
+    source: Any = None  # of FILE and RECIPE: who gives the bytes, opaque to all but the backend
     state: PageState = PageState.RESIDENT
     segments: tuple[Segment, ...] = ()  # made at the first write-back
-    has_copies: bool = False  # whether any segment has a frame; False = writes need no bookkeeping
+    # Whether any segment has a frame, or a source stands behind it; False = writes need no books.
+    has_copies: bool = False
     is_superseded: bool = False  # written while WRITING_BACK: the copy in flight will be stale
     pins: int = 0
     tickets: tuple[Any, ...] = ()  # transfers in flight, which `state` tells the direction of
@@ -106,6 +110,7 @@ class Page:
     home: Any = None
     exposed_at: int = -1
     pager: Any = None  # the pager that owns the page, for the runtime's look-up
+    kept: Any = None  # a copy in host memory, where `close` found no room on the device
 
     @property
     def is_on_device(self) -> bool:
@@ -118,9 +123,16 @@ class Page:
         )
 
     @property
+    def has_source(self) -> bool:
+        """Whether its bytes can be had again without any frame."""
+        return self.backing is Backing.FILE or self.backing is Backing.RECIPE
+
+    @property
     def is_clean(self) -> bool:
         """Whether the device's copy could be dropped without a write-back."""
-        return self.has_copies and not any(segment.is_dirty for segment in self.segments)
+        return self.has_source or (
+            self.has_copies and not any(segment.is_dirty for segment in self.segments)
+        )
 
     def __repr__(self) -> str:
         return (

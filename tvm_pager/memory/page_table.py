@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tvm_pager.memory.address_space import AddressSpace, Translation
 from tvm_pager.memory.frames import Extent, FrameAllocator
-from tvm_pager.memory.page import Page, PageKind, PageState, Segment, Tier
+from tvm_pager.memory.page import Backing, Page, PageKind, PageState, Segment, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -115,13 +115,35 @@ class PageTable:
             self.device_peak_bytes = self.device_used_bytes
         return page
 
+    def create_absent(
+        self, nbytes: int, memory: Callable[[], Any], kind: PageKind, source: Any
+    ) -> Page:
+        """Enters an EVICTED page whose bytes are in a file; it takes nothing until it is fetched.
+
+        Args:
+            nbytes: size, not 0.
+            memory: gives its device memory, which is empty.
+            kind: what it holds.
+            source: see `Page.source`.
+        """
+        page = self.create(nbytes, memory, kind)
+        self.device_used_bytes -= page.frame_bytes
+        self.created_bytes -= page.frame_bytes
+        self.committed_bytes -= self.commit_of(nbytes)
+        page.backing, page.source, page.has_copies = Backing.FILE, source, True
+        page.state = PageState.EVICTED
+        return page
+
     def free(self, page: Page) -> None:
         """Takes a page whose last tensor is gone out of the books.
 
         Frames in use by a ticket wait for `reap`.
         """
         del self.pages[page.id]
-        self.committed_bytes -= (page.nbytes + _COMMIT_MASK) & ~_COMMIT_MASK
+        if page.has_copies and page.has_source:
+            self.committed_bytes -= self.committed_of(page)
+        else:
+            self.committed_bytes -= (page.nbytes + _COMMIT_MASK) & ~_COMMIT_MASK
         if page.state is PageState.RESIDENT or page.is_on_device:
             self.device_used_bytes -= page.frame_bytes
         if page.tickets:
@@ -150,7 +172,7 @@ class PageTable:
         frame_bytes = (nbytes + self._device_mask) & ~self._device_mask
         self.device_used_bytes += frame_bytes - page.frame_bytes
         self.device_peak_bytes = max(self.device_peak_bytes, self.device_used_bytes)
-        self.committed_bytes += self.commit_of(nbytes) - self.commit_of(page.nbytes)
+        self.committed_bytes += self.commit_of(nbytes) - self.committed_of(page)
         page.va = 0  # a range is never stretched over its neighbour
         page.nbytes, page.frame_bytes, page.segments = nbytes, frame_bytes, ()
         self.largest_bytes = max(self.largest_bytes, nbytes)
@@ -164,7 +186,30 @@ class PageTable:
         elif page.state is not PageState.RESIDENT:
             raise AssertionError(f"write to {page!r}")
         if page.has_copies:
+            if page.has_source:
+                self.back(page, Backing.SWAP)
             self._free_copies(page)
+
+    def back(self, page: Page, backing: Backing, source: Any = None) -> None:
+        """Declares what stands behind a page whose current bytes are on the device.
+
+        Args:
+            page: RESIDENT, or WRITING_BACK.
+            backing: SWAP undoes the others. FILE and RECIPE free the frames below.
+            source: of FILE and RECIPE, see `Page.source`: gives exactly the current bytes.
+        """
+        if not (page.state is PageState.RESIDENT or page.state is PageState.WRITING_BACK):
+            raise AssertionError(f"backing of {page!r}")
+        if (source is not None) != (backing in (Backing.FILE, Backing.RECIPE)):
+            raise AssertionError(f"{backing} with source {source!r}")
+        self.committed_bytes -= self.committed_of(page)
+        if source is not None:
+            if page.state is PageState.WRITING_BACK:
+                page.is_superseded = True  # the frames that are arriving are not needed
+            self._free_copies(page)
+        page.backing, page.source = backing, source
+        page.has_copies = page.has_source or any(not part.is_dirty for part in page.segments)
+        self.committed_bytes += self.committed_of(page)
 
     def begin_write_back(
         self, page: Page, arrivals: Sequence[Arrival], tickets: tuple[Any, ...]
@@ -193,18 +238,23 @@ class PageTable:
     def evict(self, page: Page) -> None:
         """RESIDENT -> EVICTED.
 
-        The backend has released the device memory; every segment has a copy below.
+        The backend has released the device memory; every segment has a copy below, or the page a
+        source. A recomputable page is dropped by this, and commits nothing until it is back.
         """
-        if page.pins or not (page.is_clean or page.nbytes == 0):
-            raise AssertionError(f"evict of {page!r}, clean={page.is_clean}")
+        if page.pins or page.backing is Backing.NONE or not (page.is_clean or page.nbytes == 0):
+            raise AssertionError(f"evict of {page!r}, clean={page.is_clean}, {page.backing}")
+        if page.backing is Backing.RECIPE:
+            self.committed_bytes -= self.commit_of(page.nbytes)
         self.device_used_bytes -= page.frame_bytes
         self._to(page, PageState.EVICTED)
 
     def begin_fetch(self, page: Page) -> None:
         """EVICTED or FAILED -> FETCHING: the device memory is allocated.
 
-        Set `tickets` with `in_flight`.
+        Set `tickets` with `in_flight`. The caller has committed a recomputable page again.
         """
+        if page.backing is Backing.RECIPE:
+            self.committed_bytes += self.commit_of(page.nbytes)
         self.device_used_bytes += page.frame_bytes
         self.device_peak_bytes = max(self.device_peak_bytes, self.device_used_bytes)
         self._to(page, PageState.FETCHING)
@@ -220,6 +270,8 @@ class PageTable:
     def fail_fetch(self, page: Page) -> None:
         """FETCHING -> FAILED: the device memory is released, the copies below are untouched."""
         page.tickets = ()
+        if page.backing is Backing.RECIPE:
+            self.committed_bytes -= self.commit_of(page.nbytes)
         self.device_used_bytes -= page.frame_bytes
         self._to(page, PageState.FAILED)
 
@@ -263,7 +315,7 @@ class PageTable:
             if segment.host is not None and (redundant or segment.nvme is not None):
                 freed += sum(extent.nbytes for extent in segment.host)
                 self._release(segment, Tier.HOST)
-        page.has_copies = any(not segment.is_dirty for segment in page.segments)
+        page.has_copies = page.has_source or any(not part.is_dirty for part in page.segments)
         return freed
 
     # --- frames and commit -----------------------------------------------------------------------
@@ -294,6 +346,14 @@ class PageTable:
         """Bytes that a page may take in the tiers below, in the worst case."""
         return (nbytes + _COMMIT_MASK) & ~_COMMIT_MASK
 
+    def committed_of(self, page: Page) -> int:
+        """Bytes that the page counts as committed: none while its source alone backs it."""
+        if page.backing is Backing.FILE:
+            return 0
+        if page.backing is Backing.RECIPE and not page.is_on_device:
+            return 0
+        return self.commit_of(page.nbytes)
+
     def close_tier(self, tier: Tier, reason: str) -> None:
         """No new page counts on this tier any more; those that live go on using it."""
         self.closed_tiers.setdefault(tier, reason)
@@ -314,6 +374,8 @@ class PageTable:
         """The highest tier that holds the whole page's current bytes."""
         if page.is_on_device or not page.nbytes:
             return Tier.DEVICE if page.is_on_device else Tier.HOST
+        if page.has_source:
+            return Tier.NVME
         on_host = all(segment.host is not None for segment in page.segments)
         return Tier.HOST if on_host else Tier.NVME
 
@@ -339,7 +401,7 @@ class PageTable:
             else:
                 segment.nvme = frame
         page.tickets = ()
-        page.has_copies = any(not segment.is_dirty for segment in page.segments)
+        page.has_copies = page.has_source or any(not part.is_dirty for part in page.segments)
 
     def _free_copies(self, page: Page) -> None:
         for segment in page.segments:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tvm_pager.errors import TransferError
 from tvm_pager.events import Event, EventKind
-from tvm_pager.memory import Extent, Page, PageState, Segment, Tier
+from tvm_pager.memory import Backing, Extent, Page, PageState, Segment, Tier
 from tvm_pager.paging.view import host_frame_bytes
 from tvm_pager.transfer.protocol import Lane, Piece, Transfer
 from tvm_pager.units import format_bytes
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Mover"]
 
 _TIER_IS_BROKEN = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT})
+_UP = frozenset({Lane.H2D, Lane.N2D, Lane.N2H, Lane.R2D})
 _DOWN = {Tier.HOST: Lane.D2H, Tier.NVME: Lane.D2N}
 
 
@@ -80,6 +81,8 @@ class Mover:
         Raises:
             TransferError: no tier below has room for them.
         """
+        if page.has_source:
+            return
         arrivals: list[Arrival] = []
         pieces: dict[Tier, list[Piece]] = {}
         for segment in self._table.segments_of(page):
@@ -149,7 +152,13 @@ class Mover:
         self._table.in_flight(page, self._submit(page, pieces))
 
     def pieces_below(self, page: Page) -> dict[Lane, list[Piece]]:
-        """What a fetch of the page copies, by lane: from DRAM where it is there, else from NVMe."""
+        """What a fetch of the page copies, by lane: from DRAM where it is there, else from NVMe.
+
+        A page with a source comes from there.
+        """
+        if page.has_source:
+            lane = Lane.N2D if page.backing is Backing.FILE else Lane.R2D
+            return {lane: [Piece(0, 0, 0, page.nbytes)]} if page.nbytes else {}
         pieces: dict[Lane, list[Piece]] = {}
         for segment in page.segments:
             lane, frame = (
@@ -242,6 +251,8 @@ class Mover:
             self._table.finish_demote(page)
         if host_frame_bytes(page):
             self._host_policy.used(page)
+        else:
+            self._host_policy.removed(page)
 
     def _mismatch(self, page: Page) -> TransferError | None:
         memory = page.memory()
@@ -262,13 +273,13 @@ class Mover:
             return
         to_nvme = any(tier is Tier.NVME for _, tier, _ in self._table.arrivals_of(page.id))
         is_bad = to_nvme and failure.errno in _TIER_IS_BROKEN
-        if is_bad:
-            self._table.close_tier(Tier.NVME, str(failure))
-            self._on_tier_closed()
         if page.state is PageState.WRITING_BACK:
             self._table.fail_write_back(page, is_bad=is_bad)
         else:
             self._table.fail_demote(page, is_bad=is_bad)
+        if is_bad:
+            self._table.close_tier(Tier.NVME, str(failure))
+            self._on_tier_closed()  # last: the frames that are bad by now back no page
 
     def reap(self) -> None:
         """Finishes what has ended by itself.
@@ -318,7 +329,7 @@ class Mover:
         after = self._executors(page) if needs_device else ()
         self._started_ns[page.id] = self._clock()
         tickets = tuple(
-            self._backend.submit(Transfer(page.id, lane, tuple(pieces), memory, after))
+            self._backend.submit(Transfer(page.id, lane, tuple(pieces), memory, after, page.source))
             for lane, pieces in lanes.items()
         )
         if tickets:
@@ -331,7 +342,7 @@ class Mover:
             self._emit(EventKind.FAILURE, page, 0, None, started_ns, str(failure))
             return
         for ticket in page.tickets:
-            up = ticket.transfer.lane in (Lane.H2D, Lane.N2D, Lane.N2H)
+            up = ticket.transfer.lane in _UP
             kind = EventKind.FETCH if up else EventKind.WRITE_BACK
             self._emit(
                 kind, page, ticket.transfer.nbytes, ticket.transfer.lane.value, started_ns, ""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from tvm_pager.errors import BudgetError, TransferError
 from tvm_pager.events import Event, EventKind
-from tvm_pager.memory import FrameAllocator, Page, PageKind, PageState, PageTable, Tier
+from tvm_pager.memory import Backing, FrameAllocator, Page, PageKind, PageState, PageTable, Tier
 from tvm_pager.memory.invariants import check_table
 from tvm_pager.memory.page_table import COMMIT_ALIGNMENT
 from tvm_pager.paging.limits import commit_limit_bytes, over_budget, over_commit
@@ -187,10 +187,28 @@ class DemandPager:
             policy.removed(page)
 
     def written(self, page: Page) -> None:
-        """Declares that the device's bytes of a resident page are about to change."""
+        """Declares that the device's bytes of a resident page are about to change.
+
+        Raises:
+            CommitError: a file stood behind the page, and no tier could back it from now on.
+        """
         had_copies = page.has_copies
+        if page.backing is Backing.FILE:
+            self.commit(self.table.commit_of(page.nbytes), f"a write to file-backed {page!r}")
         self.table.write(page)
         if had_copies:
+            self.policies[Tier.HOST].removed(page)
+
+    def back(self, page: Page, backing: Backing, source: Any = None) -> None:
+        """Declares what stands behind a page; see `PageTable.back`. The lock is held.
+
+        Raises:
+            CommitError: it was a file, is one no more, and no tier could back the page.
+        """
+        if page.backing is Backing.FILE and backing is not Backing.FILE:
+            self.commit(self.table.commit_of(page.nbytes), f"{page!r} without its file")
+        self.table.back(page, backing, source)
+        if page.has_source:
             self.policies[Tier.HOST].removed(page)
 
     def resized(self, page: Page, nbytes: int) -> None:
@@ -214,8 +232,12 @@ class DemandPager:
         """
         self.drain()
         self.mover.reap()
-        self.commit(new_bytes, operation)
         distinct = list({page.id: page for page in pages}.values())
+        dropped = [
+            page for page in distinct if page.backing is Backing.RECIPE and not page.is_on_device
+        ]
+        again = sum(self.table.commit_of(page.nbytes) for page in dropped)
+        self.commit(new_bytes + again, operation)
         faults = [
             page
             for page in distinct

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tvm_pager.memory import Page, PageState, Tier
+from tvm_pager.memory import Backing, Page, PageState, Tier
 from tvm_pager.memory.page_table import COMMIT_ALIGNMENT
 from tvm_pager.planning import PageView
 
@@ -47,6 +47,7 @@ class PagerView:
         if self._tier is Tier.DEVICE:
             return (
                 page.state is PageState.RESIDENT
+                and page.backing is not Backing.NONE
                 and not page.pins
                 and page.nbytes > 0
                 and page_id not in self.in_use

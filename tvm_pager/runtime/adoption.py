@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tvm_pager.runtime.context import PagingContext
 
-__all__ = ["Named", "adopt", "restore", "tensors_of"]
+__all__ = ["Named", "adopt", "exchange_impl", "refuse_live_graph", "restore", "tensors_of"]
 
 _ADOPTABLE = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, PagedTensor})
 _STAYS_PUT = "_tvm_stays_put"  # on storages that were looked at and left alone
@@ -126,7 +126,7 @@ def adopt(context: PagingContext, owners: Iterable[Any], *, copy: bool = False) 
         groups.setdefault(storage._cdata, _StorageGroup(storage)).members.append(named)
     for group in groups.values():
         for named in group.members:
-            _refuse_live_graph(named)
+            refuse_live_graph(named)
     num_adopted = 0
     with torch.no_grad():
         for group in groups.values():
@@ -147,7 +147,8 @@ def _is_pageable(context: PagingContext, named: Named) -> bool:
     return context.owns_device(tensor)
 
 
-def _refuse_live_graph(named: Named) -> None:
+def refuse_live_graph(named: Named) -> None:
+    """Raises PagerError if a graph that is alive would deliver a gradient to the TensorImpl."""
     if type(named.tensor) is PagedTensor:
         return
     num_references = named.tensor._use_count()  # type: ignore[attr-defined]
@@ -269,7 +270,20 @@ def restore(context: PagingContext | None, owners: Iterable[Any]) -> int:
 
 
 def _exchange(named: Named, cls: type[torch.Tensor], storage: torch.UntypedStorage) -> None:
-    """Puts a TensorImpl of class `cls` on `storage` under the object.
+    """Puts a TensorImpl of class `cls` on `storage` under the object."""
+    tensor = named.tensor
+    with _guard(), torch.no_grad():
+        replacement = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        replacement.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if tensor.is_conj():
+            replacement = replacement.conj()
+        if tensor.is_neg():
+            replacement = replacement._neg_view()
+    exchange_impl(named, cls, replacement)
+
+
+def exchange_impl(named: Named, cls: type[torch.Tensor], replacement: torch.Tensor) -> None:
+    """Puts the TensorImpl of the plain tensor `replacement`, made `cls`, under the object.
 
     See [Note: Exchange of the TensorImpl].
     """
@@ -282,12 +296,6 @@ def _exchange(named: Named, cls: type[torch.Tensor], storage: torch.UntypedStora
     accumulate_hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     with _guard(), torch.no_grad():
-        replacement = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        replacement.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-        if tensor.is_conj():
-            replacement = replacement.conj()
-        if tensor.is_neg():
-            replacement = replacement._neg_view()
         if cls is PagedTensor:
             replacement = torch.Tensor._make_subclass(PagedTensor, replacement)
         torch._C._autograd._unsafe_set_version_counter((replacement,), (tensor._version,))

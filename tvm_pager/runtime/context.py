@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tvm_pager.errors import PagerClosedError, UnpageableError
-from tvm_pager.memory import Page, PageKind, PageState
+from tvm_pager.memory import Backing, Page, PageKind, PageState
 from tvm_pager.runtime.outputs import OutputSizes
 from tvm_pager.runtime.storage import StorageRef, page_of, page_of_storage, storage_of, unbind
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tvm_pager.paging import DemandPager
+    from tvm_pager.transfer.source_file import FileRange
 
 __all__ = ["PagingContext"]
 
@@ -84,6 +85,24 @@ class PagingContext:
         storage._tvm_page = page  # type: ignore[attr-defined]
         return page
 
+    def adopt_absent(
+        self, storage: torch.UntypedStorage, kind: PageKind, source: FileRange
+    ) -> None:
+        """Makes a page of a new storage whose bytes are in a file, and empties the storage.
+
+        The lock is held.
+        """
+        nbytes = storage.nbytes()
+        if not nbytes:  # nothing to be absent
+            self.adopt_storage(storage, kind)
+            return
+        reference = StorageRef(storage, self.core.dead.append)
+        storage.resize_(0)
+        page = self.core.table.create_absent(nbytes, reference, kind, source)
+        page.pager = self
+        reference.page = page
+        storage._tvm_page = page  # type: ignore[attr-defined]
+
     def forget_storage(self, storage: torch.UntypedStorage) -> None:
         """Gives a resident storage back to torch alone. The lock is held."""
         page = page_of_storage(storage)
@@ -111,10 +130,12 @@ class PagingContext:
     def hold_for_good(self, tensor: torch.Tensor) -> None:
         """Keeps the tensor's page on the device for as long as its storage lives."""
         page = page_of(tensor)
-        if page is not None and page.exposed_at != _FOR_GOOD:
+        if page is not None and page.backing is not Backing.NONE:
+            if not page.is_on_device:
+                self.fault_in(page, "a tensor that stays on the device")
             if page.exposed_at < 0:
                 self.core.hold(page)
-            page.exposed_at = _FOR_GOOD
+            self.core.back(page, Backing.NONE)
 
     def stays_put(self, storage: torch.UntypedStorage) -> None:
         self.notice_once(
@@ -159,16 +180,15 @@ class PagingContext:
         if self.is_closed:
             raise PagerClosedError(
                 f"{page!r} belongs to a pager that has been closed, and its {page.nbytes} bytes "
-                f"did not fit on {self.device} then; call pager.recover(tensor) for a copy in host "
-                "memory"
+                f"were not on {self.device} then; pager.recover(tensor) copies out what close() "
+                "kept in host memory"
             )
 
     def expose(self, page: Page) -> None:
         """A raw pointer escapes: the page stays past the next boundary and counts as written."""
-        if page.exposed_at < 0:
+        if page.exposed_at < 0 and page.backing is not Backing.NONE:
             self.core.hold(page)
-        if page.exposed_at != _FOR_GOOD:
-            page.exposed_at = self.core.iteration
+        page.exposed_at = self.core.iteration
         self._exposed[page.id] = page
         if self.current_executor is not None:
             self.note_executor(page)
@@ -191,9 +211,11 @@ class PagingContext:
     def release(self, page: Page) -> bool:
         """Ends the pin of an escaped pointer early; False if there is none that can end."""
         with self.core.lock:
-            if self._exposed.pop(page.id, None) is None or page.exposed_at == _FOR_GOOD:
+            if self._exposed.pop(page.id, None) is None:
                 return False
             page.exposed_at = -1
+            if page.backing is Backing.NONE:  # it stays, whoever has its address
+                return False
             if page.state is not PageState.DEAD:
                 self.core.drop(page)
                 self.core.written(page)  # through the pointer, until now
@@ -206,8 +228,7 @@ class PagingContext:
             self._absent.clear()
             self.copies.clear()
             for page in list(self._exposed.values()):
-                if page.exposed_at != _FOR_GOOD:
-                    self.release(page)
+                self.release(page)
 
     @property
     def num_exposed(self) -> int:
@@ -239,9 +260,6 @@ class PagingContext:
             if isinstance(state, dict):
                 for value in state.values():
                     self.classify(value, PageKind.OPT_STATE)
-
-
-_FOR_GOOD = 1 << 62  # `exposed_at` of a page that can never move again
 
 
 def _components(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -70,7 +70,9 @@ def check_pieces(
         AssertionError: as above: a bug of the caller.
     """
     lane = transfer.lane
-    sizes = {"d": device_bytes or 0, "h": host_bytes, "n": nvme_bytes}
+    if transfer.source is not None:  # in place of the file, and as long as the page
+        nvme_bytes = device_bytes or 0
+    sizes = {"d": device_bytes or 0, "h": host_bytes, "n": nvme_bytes, "r": device_bytes or 0}
     for piece in transfer.pieces:
         for side, offset in ((_SOURCE[lane], piece.src_offset), (_TARGET[lane], piece.dst_offset)):
             if offset < 0 or piece.nbytes <= 0 or offset + piece.nbytes > sizes[side]:

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from tvm_pager.errors import TransferError
 
-__all__ = ["Backend", "Checker", "Lane", "Piece", "Ticket", "Transfer"]
+__all__ = ["Backend", "Checker", "Lane", "Piece", "Recipe", "Ticket", "Transfer"]
 
 
 class Lane(enum.Enum):
@@ -33,13 +33,26 @@ class Lane(enum.Enum):
     N2H = "n2h"
     D2N = "d2n"
     N2D = "n2d"
+    R2D = "r2d"  # computed again on the device; moves nothing
+
+
+class Recipe(Protocol):
+    """The source of a recomputable page."""
+
+    def fill(self, memory: object) -> None:
+        """Computes the page's bytes into its device memory. Blocks.
+
+        Raises:
+            TransferError: it cannot be computed now.
+        """
 
 
 class Piece(NamedTuple):
     """One contiguous run of bytes of a transfer. All fields in bytes.
 
     On the device side of a lane the offset equals `page_offset`; on the host side it counts from
-    the start of the slab's page space; on the NVMe side from the start of the swap file.
+    the start of the slab's page space; on the NVMe side from the start of the swap file, or of
+    the page's bytes in a `source`.
     """
 
     page_offset: int
@@ -58,6 +71,8 @@ class Transfer:
     memory: object | None  # the page's device memory, opaque to the pager; None on H2N and N2H
     # Executors (CUDA streams) whose queued work on `memory` comes first.
     after: tuple[object, ...] = ()
+    # On N2D: the backend's name for a file that stands in for the swap file. On R2D: a `Recipe`.
+    source: Any = None
 
     @property
     def nbytes(self) -> int:

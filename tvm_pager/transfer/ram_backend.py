@@ -276,6 +276,8 @@ class RamBackend:
         """Moves one half of a ticket's bytes, and in the second half what an engine pads."""
         transfer = ticket.transfer
         source, target = self._ends(transfer.lane, ticket.block)
+        if transfer.source is not None:
+            source = bytearray(transfer.source)
         half = transfer.nbytes // 2
         begin, end = (half, transfer.nbytes) if is_second else (0, half)
         at = 0
@@ -293,6 +295,7 @@ class RamBackend:
 
     def _ends(self, lane: Lane, block: bytearray | None) -> tuple[bytearray, bytearray]:
         sides = {"d": block if block is not None else bytearray(), "h": self.host, "n": self.nvme}
+        sides["r"] = bytearray()  # always a `source`, here the bytes themselves
         return sides[lane.value[0]], sides[lane.value[2]]
 
     # --- checks ----------------------------------------------------------------------------------
@@ -326,7 +329,8 @@ def _ranges(transfer: Transfer, block: bytearray | None) -> Iterator[tuple[objec
             (transfer.lane.value[0], piece.src_offset),
             (transfer.lane.value[2], piece.dst_offset),
         ):
-            place: object = id(block) if side == "d" else side
+            is_source = side in "nr" and transfer.source is not None
+            place: object = id(block) if side == "d" else id(transfer.source) if is_source else side
             is_write = side == transfer.lane.value[2]
             yield place, offset, offset + piece.nbytes, is_write
 

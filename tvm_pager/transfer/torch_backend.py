@@ -14,7 +14,8 @@ import errno
 import logging
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,6 +41,7 @@ __all__ = ["CompletedTicket", "TorchBackend", "TorchBackendOptions"]
 
 _LOGGER = logging.getLogger(__name__)
 _NO_DEVICE = frozenset({Lane.H2N, Lane.N2H})
+_MIN_FILE_BYTES, _MAX_FILE_BYTES = 1 << 20, 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,8 @@ class TorchBackend:
             page_lock=page_lock,
             locker=options.locker,
         )
-        self._staging = Staging(stage_bytes, page_lock=page_lock, locker=options.locker)
+        self._make_staging = partial(Staging, page_lock=page_lock, locker=options.locker)
+        self._staging = self._make_staging(stage_bytes)
         self.host_capacity_bytes = self._slab.capacity_bytes
         self.nvme_capacity_bytes = 0
         self._file: SwapFile | None = None
@@ -220,6 +223,16 @@ class TorchBackend:
         """Maps and page-locks the first `nbytes` bytes of page space ahead of use. Blocks."""
         self._slab.grow(nbytes)
 
+    def stage_files(self) -> None:
+        """Makes sure that pages can be read from files, also where there is no NVMe tier.
+
+        Then two staging buffers, together an eighth of the host budget and at most 8 MiB, come on
+        top of it.
+        """
+        if not self._staging.nbytes:
+            size = staging_bytes(max(self.host_capacity_bytes, _MIN_FILE_BYTES))
+            self._staging = self._make_staging(min(size, _MAX_FILE_BYTES))
+
     def close(self) -> None:
         with self._gate:
             self._is_closed = True
@@ -245,12 +258,15 @@ class TorchBackend:
         )
         return CompletedTicket(transfer, self._attempt(transfer, storage))
 
-    def read_to_host(self, nbytes: int, pieces: Mapping[Lane, Sequence[Piece]]) -> torch.Tensor:
+    def read_to_host(
+        self, nbytes: int, pieces: Mapping[Lane, Sequence[Piece]], source: Any = None
+    ) -> torch.Tensor:
         """Copies a page into new, ordinary host memory of its own: `nbytes` bytes as uint8. Blocks.
 
         Args:
             nbytes: of the page.
             pieces: what `submit` would be given on the lanes H2D and N2D.
+            source: see `Transfer`.
 
         Raises:
             MemoryError: no memory.
@@ -260,7 +276,7 @@ class TorchBackend:
         self.allocate_device(storage, nbytes)
         copier = CpuCopier()
         for lane, run in pieces.items():
-            transfer = Transfer(-1, lane, tuple(run), storage)
+            transfer = Transfer(-1, lane, tuple(run), storage, (), source)
             check_pieces(
                 transfer,
                 device_bytes=nbytes,
@@ -309,6 +325,9 @@ class TorchBackend:
         if storage is None:
             self._move_slab_and_file(transfer)
             return
+        if lane is Lane.R2D:
+            transfer.source.fill(storage)
+            return
         copier.begin(transfer.after)
         try:
             if lane is Lane.D2H:
@@ -320,7 +339,8 @@ class TorchBackend:
             elif lane is Lane.D2N:
                 self._staging.move_down(storage, nvme_runs(transfer), copier, self._open_store())
             else:
-                self._staging.move_up(storage, nvme_runs(transfer), copier, self._open_store())
+                store = self._open_store() if transfer.source is None else transfer.source
+                self._staging.move_up(storage, nvme_runs(transfer), copier, store)
         finally:
             copier.finish()  # also after a failure: nothing may be in flight any more
 

@@ -1,0 +1,82 @@
+"""The end of a pager: live pages go back to torch, or are given up."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from tvm_pager.errors import PagerError, TransferError
+from tvm_pager.paging.pager import UNLIMITED_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any, Protocol
+
+    import torch
+
+    from tvm_pager.memory import Page
+    from tvm_pager.runtime.context import PagingContext
+    from tvm_pager.transfer.protocol import Lane, Piece
+
+    class Reader(Protocol):
+        """Copies a page into memory that is not the device's."""
+
+        def read_to_host(
+            self, nbytes: int, pieces: Mapping[Lane, Sequence[Piece]], source: Any = None
+        ) -> torch.Tensor: ...
+
+
+__all__ = ["end"]
+
+
+def end(context: PagingContext, reader: Reader, *, restore: bool) -> None:
+    """Ends every page, then the pager and its backend. Blocks; the lock is held.
+
+    Args:
+        context: whose pages.
+        reader: takes what does not fit on the device.
+        restore: whether pages that are not on the device are read back.
+    """
+    core = context.core
+    core.drain()
+    core.budget_bytes = UNLIMITED_BYTES
+    pages = list(core.table.pages.values())
+    if restore:
+        num_kept = sum(not _restore(context, reader, page) for page in pages)
+        if num_kept:
+            core.notice(
+                f"{num_kept} pages did not fit on {context.device} at close and are kept in host "
+                "memory; pager.recover(tensor) copies them out"
+            )
+    else:
+        for page in pages:
+            _let_go(context, page)
+    core.close()
+    context.is_closed = True
+
+
+def _restore(context: PagingContext, reader: Reader, page: Page) -> bool:
+    """Brings one page home; False if its bytes had to be kept in host memory."""
+    storage = page.memory()
+    if storage is None:
+        return True
+    try:
+        context.core.admit([page], 0, "close")
+    except (PagerError, MemoryError) as error:
+        if isinstance(error, TransferError):
+            raise
+        pieces = context.core.mover.pieces_below(page)
+        page.kept = reader.read_to_host(page.nbytes, pieces, page.source)
+        return False
+    context.forget_storage(storage)
+    return True
+
+
+def _let_go(context: PagingContext, page: Page) -> None:
+    """Gives a page on the device to torch, and its bytes up anywhere else."""
+    if page.tickets:
+        with contextlib.suppress(TransferError):
+            context.core.mover.settle(page)
+    storage = page.memory()
+    if storage is not None and page.is_on_device:
+        context.forget_storage(storage)
