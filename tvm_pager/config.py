@@ -1,6 +1,6 @@
 """The options of a pager: one frozen, validated value, and the budgets that it comes to.
 
-Owns no state. Imports the standard library, `units` and `errors` only.
+Owns no state. Imports the standard library, `machine`, `units` and `errors` only.
 
 [Note: Where options come from]
     Keyword arguments beat the environment, which beats the defaults. An option left at its default
@@ -19,10 +19,13 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tvm_pager.errors import ConfigError
 from tvm_pager.units import format_bytes, parse_bytes, parse_size
+
+if TYPE_CHECKING:
+    from tvm_pager.machine import DeviceMemory, Limit
 
 __all__ = ["ENGINES", "ENVIRONMENT_PREFIX", "MIN_STAGING_BYTES", "PagerConfig", "ResolvedBudgets"]
 
@@ -31,6 +34,8 @@ ENVIRONMENT_PREFIX = "TVM_PAGER_"
 # Between device and NVMe bytes pass through staging buffers, which count as host budget.
 MIN_STAGING_BYTES = 256 * 1024
 _DEFAULT_HOST_FRACTION = 0.5  # page-locked memory is lost to everyone else, so half at most unasked
+# Of the card: CUDA loads kernels, and libraries take workspaces, after the budget is fixed.
+_DEFAULT_HEADROOM_BYTES, _DEFAULT_HEADROOM_FRACTION = 512 << 20, 0.02
 _SEGMENT_ALIGNMENT_BYTES = 4096  # segments start where direct I/O can
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True}
 _SWITCH |= {"0": False, "false": False, "no": False, "off": False}
@@ -47,6 +52,7 @@ class ResolvedBudgets:
         nvme_bytes: size of the swap file as asked for, or None to let the pager decide.
         nvme_free_bytes: free space in that directory when asked; 0 without that tier.
         segment_bytes: pages move in pieces of this size.
+        notices: budgets that can be used but may not be what was meant, a sentence each.
     """
 
     device_bytes: int | None
@@ -55,6 +61,7 @@ class ResolvedBudgets:
     nvme_bytes: int | None
     nvme_free_bytes: int
     segment_bytes: int
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +72,14 @@ class PagerConfig:
     the whole is known only later, as a fraction (float).
 
     Attributes:
-        device: budget of the device tier; a fraction is one of its free memory. None: all of it.
-        host: budget of page-locked memory, staging included; a fraction is one of the physical
-            memory. None: half of it.
+        device: budget of the device tier; a fraction is one of the memory that is free on it now,
+            other processes' share and `headroom` taken off. None: all of that.
+        headroom: device memory that stays free where `device` is a fraction or None, for what
+            CUDA, its libraries and other programs take later; a fraction is one of the whole card.
+            None: 512 MiB or 2 %, whichever is more. Without a card it means nothing.
+        host: budget of page-locked memory, staging included; a fraction is one of what the machine
+            allows: physical memory, control group (container), ulimit -v and -d. None: half of
+            that, or of what of it is free now if that is less.
         nvme: directory for the swap file, or None for two tiers.
         nvme_bytes: size of the swap file; a fraction is one of the directory's free space. None:
             what the pages may need.
@@ -86,6 +98,7 @@ class PagerConfig:
     """
 
     device: int | float | str | None = None
+    headroom: int | float | str | None = None
     host: int | float | str | None = None
     nvme: str | os.PathLike[str] | None = None
     nvme_bytes: int | float | str | None = None
@@ -98,7 +111,7 @@ class PagerConfig:
 
     def __post_init__(self) -> None:
         """Brings each value into its one form, or refuses it by the option's name."""
-        for name in ("device", "host", "nvme_bytes"):
+        for name in ("device", "headroom", "host", "nvme_bytes"):
             self._normalise_size(name)
         if self.device == 0:
             raise ConfigError(
@@ -202,35 +215,27 @@ class PagerConfig:
         _refuse_unknown(changes, "option")
         return dataclasses.replace(self, **changes)
 
-    def resolve(self, whole_device_bytes: int | None, whole_host_bytes: int) -> ResolvedBudgets:
+    def resolve(
+        self, device: DeviceMemory | None, host: Limit, free_host: Limit | None = None
+    ) -> ResolvedBudgets:
         """Turns the sizes into bytes and checks them, and the swap directory, on this machine.
 
         Args:
-            whole_device_bytes: free memory of the device, or None where that means nothing.
-            whole_host_bytes: physical memory that this process may use.
+            device: memory of the device, or None where that means nothing.
+            host: the most host memory that this process can have.
+            free_host: host memory that it could have now; None: not known.
 
         Raises:
-            ConfigError: a fraction of something unknown, a host budget above the physical memory or
-                too small for staging, or a swap directory that cannot or should not be used.
+            ConfigError: a fraction of something unknown, no device memory left, a host budget above
+                what the machine allows or too small for staging, or a swap directory that cannot or
+                should not be used.
         """
         segment_bytes = int(self.segment_bytes)
-        device_bytes = whole_device_bytes
-        if self.device is not None:
-            device_bytes = _resolve("device", self.device, whole_device_bytes)
-        if device_bytes == 0:
-            raise ConfigError(
-                f"device budget of 0 B: {self.device} of {whole_device_bytes} free bytes; free "
-                f"some memory on the device or give a larger budget"
-            )
-        host = _DEFAULT_HOST_FRACTION if self.host is None else self.host
-        host_bytes = _resolve("host", host, whole_host_bytes)
-        if host_bytes > whole_host_bytes:
-            raise ConfigError(
-                f"host budget of {format_bytes(host_bytes)}: the physical memory is "
-                f"{format_bytes(whole_host_bytes)}; give less, and keep some for other programs"
-            )
+        device_bytes, notices = self._resolve_device(device)
+        host_bytes, more = self._resolve_host(host, free_host or host)
+        notices += more
         if self.nvme is None:
-            return ResolvedBudgets(device_bytes, host_bytes, None, None, 0, segment_bytes)
+            return ResolvedBudgets(device_bytes, host_bytes, None, None, 0, segment_bytes, notices)
         if host_bytes < MIN_STAGING_BYTES:
             raise ConfigError(
                 f"host budget of {format_bytes(host_bytes)} with nvme: bytes on their way to NVMe "
@@ -248,7 +253,57 @@ class PagerConfig:
                     f"{format_bytes(free_bytes)} free; give less nvme_bytes or another directory"
                 )
         return ResolvedBudgets(
-            device_bytes, host_bytes, directory, nvme_bytes, free_bytes, segment_bytes
+            device_bytes, host_bytes, directory, nvme_bytes, free_bytes, segment_bytes, notices
+        )
+
+    def headroom_bytes(self, device: DeviceMemory) -> int:
+        """Device memory that stays free; 0 for a budget in bytes, which is taken at its word."""
+        if self.headroom is not None:
+            return _resolve("headroom", self.headroom, device.total_bytes)
+        if isinstance(self.device, int):
+            return 0
+        share = _resolve("headroom", _DEFAULT_HEADROOM_FRACTION, device.total_bytes)
+        return max(share, _DEFAULT_HEADROOM_BYTES)
+
+    def _resolve_device(self, device: DeviceMemory | None) -> tuple[int | None, tuple[str, ...]]:
+        if device is None:
+            return (None if self.device is None else _resolve("device", self.device, None)), ()
+        free = f"{format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free"
+        if isinstance(self.device, int):
+            if self.device <= device.free_bytes:
+                return self.device, ()
+            return self.device, (
+                f"device budget of {format_bytes(self.device)}: the device has {free} now, so it "
+                f"may run out before the budget does; pages then leave early",
+            )
+        headroom_bytes = self.headroom_bytes(device)
+        whole_bytes = max(0, device.free_bytes - headroom_bytes)
+        share = 1.0 if self.device is None else self.device
+        device_bytes = _resolve("device", share, whole_bytes)
+        if device_bytes == 0:
+            raise ConfigError(
+                f"device budget of 0 B: the device has {free}, and {format_bytes(headroom_bytes)} "
+                f"of that stay free as headroom; free some memory there, or give less headroom or "
+                f"a budget in bytes"
+            )
+        return device_bytes, ()
+
+    def _resolve_host(self, limit: Limit, free: Limit) -> tuple[int, tuple[str, ...]]:
+        if self.host is None:
+            whole_bytes = min(limit.nbytes, free.nbytes)
+            return _resolve("host", _DEFAULT_HOST_FRACTION, whole_bytes), ()
+        host_bytes = _resolve("host", self.host, limit.nbytes)
+        asked = f"host budget of {format_bytes(host_bytes)}"
+        if host_bytes > limit.nbytes:
+            raise ConfigError(
+                f"{asked}: {limit.reason} is {format_bytes(limit.nbytes)}; give less, and keep "
+                f"some for the rest of the program, or raise that limit"
+            )
+        if host_bytes <= free.nbytes:
+            return host_bytes, ()
+        return host_bytes, (
+            f"{asked}: {free.reason} is {format_bytes(free.nbytes)}; page-locking more than that "
+            f"makes the kernel kill processes, unless other memory is given back first",
         )
 
     def _set(self, name: str, value: object) -> None:

@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.interpreter import run_program
+from tests.unit.locker import RecordingLocker
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer.slab import HostSlab
 
 REGION_BYTES = 16384
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class RecordingLocker:
-    """Page-locks nothing, remembers everything, refuses once `limit_bytes` are locked."""
-
-    def __init__(self, limit_bytes: int = 1 << 40) -> None:
-        self.limit_bytes = limit_bytes
-        self.locked: dict[int, int] = {}
-
-    def lock(self, address: int, nbytes: int) -> None:
-        if sum(self.locked.values()) + nbytes > self.limit_bytes:
-            raise TransferError("too much")
-        self.locked[address] = nbytes
-
-    def unlock(self, address: int, nbytes: int) -> None:
-        assert self.locked.pop(address) == nbytes
 
 
 def make_slab(nbytes: int, **options: object) -> HostSlab:
@@ -178,12 +159,5 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
 assert view.tolist() == [9] * 16
 """
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    run = run_program(program)
     assert run.returncode == 0, run.stderr

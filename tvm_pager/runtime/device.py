@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 
 from tvm_pager.errors import ConfigError
+from tvm_pager.machine import DeviceMemory, Limit, host_limit_bytes
 from tvm_pager.units import format_bytes
 
-__all__ = ["check_device_budget", "free_device_bytes", "prepare_cuda", "resolve_device"]
-
-_HEADROOM = 0.05  # of the card, left to CUDA's own allocations when no budget is given
+__all__ = ["check_device_budget", "device_memory", "prepare_cuda", "resolve_device"]
 
 
 def resolve_device(name: str | None) -> torch.device:
@@ -40,12 +38,16 @@ def resolve_device(name: str | None) -> torch.device:
     return torch.device("cpu")
 
 
-def free_device_bytes(device: torch.device) -> int | None:
-    """Bytes that pages could take now, less some headroom for CUDA; None on the CPU: unknown."""
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """What the device has, in bytes; None on the CPU, where CPU tensors only stand in for it.
+
+    Free is what nobody holds, and what torch has taken from CUDA in this process: budgets count
+    that. What other processes hold is not free.
+    """
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - _HEADROOM * total)
+    return DeviceMemory(free + torch.cuda.memory_reserved(device), total)
 
 
 def prepare_cuda(device: torch.device) -> None:
@@ -63,11 +65,13 @@ def prepare_cuda(device: torch.device) -> None:
 
 
 def check_device_budget(budget_bytes: int | None, device: torch.device) -> None:
-    """Raises ConfigError for a budget beyond the physical memory: it would never be enforced."""
-    is_cuda = device.type == "cuda"
-    total = torch.cuda.mem_get_info(device)[1] if is_cuda else psutil.virtual_memory().total
-    if budget_bytes is not None and budget_bytes > total:
+    """Raises ConfigError for a budget beyond what can ever be there: it would not be enforced."""
+    if device.type == "cuda":
+        limit = Limit(torch.cuda.mem_get_info(device)[1], f"the memory of {device}")
+    else:
+        limit = host_limit_bytes()
+    if budget_bytes is not None and budget_bytes > limit.nbytes:
         raise ConfigError(
-            f"device budget of {format_bytes(budget_bytes)}: {device} has {format_bytes(total)} of "
-            "physical memory; give less, or leave it out for all"
+            f"device budget of {format_bytes(budget_bytes)} on {device}: {limit.reason} is "
+            f"{format_bytes(limit.nbytes)}; give less, or leave it out for all"
         )

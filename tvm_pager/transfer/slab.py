@@ -1,15 +1,27 @@
 """The host slab: the DRAM tier's memory, grown region by region, page-locked where CUDA copies.
 
-Owns mappings and their registration; hands out views. Which bytes are whose is the page table's
-business.
+Owns the regions and hands out views. Which bytes are whose is the page table's business.
 
 [Note: Regions]
-    The flat offset space [0, capacity) lies in anonymous mappings of `region_bytes` each, made when
-    first touched. They are page-aligned (direct I/O), not inherited by fork, not dumped into core
-    files (they hold weights), and registered each on its own, so that start-up can stop at what is
-    needed. Nothing contiguous crosses a region's
+    The flat offset space [0, capacity) lies in anonymous mappings of at most `region_bytes` each,
+    made when first touched, or ahead of that in the background. They are page-aligned (direct I/O),
+    not inherited by fork, not dumped into core files (they hold weights), and registered each on
+    its own, so that start-up can stop at what is needed. Nothing contiguous crosses a region's
     border: every view is a list. torch's own page-locked allocator is not used: it rounds to powers
-        of two.
+    of two.
+
+[Note: Capacity changes]
+    A region is mapped and unmapped as a whole, because CUDA registers it as a whole. So a slab that
+    shrinks into the middle of a mapped region keeps all of it, and `mapped_bytes` says so;
+    `border_below` gives the size that keeps no more than asked. A slab whose last region is mapped
+    and shorter than `region_bytes` grows by further regions beside it, up to the same border. A
+    slot holds the regions of one stretch of `region_bytes`: nearly always one.
+
+[Note: Who waits for what]
+    `_lock` covers the slots and the counts, and is never held while memory is touched or locked; a
+    region's gate covers that work. Gate before lock, never the other way round. So threads that
+    want the same region do its work once, those that want different ones work side by side, and
+    nobody ever waits for more than one region.
 
 [Note: Lifetime of slab memory]
     A view keeps its region's mapping alive, also after `close`, which unlocks and lets go. So a
@@ -20,113 +32,29 @@ business.
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import ctypes
 import errno
-import mmap
 import os
-import resource
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING
 
 from tvm_pager.errors import TransferError
-from tvm_pager.transfer.raw_bytes import RawDispatch, raw_view
-from tvm_pager.units import format_bytes
+from tvm_pager.transfer.raw_bytes import RawDispatch
+from tvm_pager.transfer.region import CudaLocker, PageLocker, Region
+from tvm_pager.transfer.slab_builder import SlabBuilder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
 
 __all__ = ["CudaLocker", "HostSlab", "PageLocker"]
 
 _SLAB_ALIGNMENT = 4096
 _GIB = 1 << 30
-_TOUCH_BYTES = 64 << 20  # per task: large enough to amortise a thread, small enough to balance
-_MAX_TOUCH_THREADS = 8
 _OPEN_SLABS: weakref.WeakSet[HostSlab] = weakref.WeakSet()
-
-
-class PageLocker(Protocol):
-    """Who page-locks memory for device copies."""
-
-    def lock(self, address: int, nbytes: int) -> None:
-        """Page-locks a range that has been touched.
-
-        Raises:
-            TransferError: refused.
-        """
-
-    def unlock(self, address: int, nbytes: int) -> None:
-        """Undoes `lock` for the same range.
-
-        Raises:
-            TransferError: refused.
-        """
-
-
-class CudaLocker:
-    """Registers memory with the CUDA runtime."""
-
-    def lock(self, address: int, nbytes: int) -> None:
-        self._check(_cudart().cudaHostRegister(address, nbytes, 0), "register", nbytes)
-
-    def unlock(self, address: int, nbytes: int) -> None:
-        self._check(_cudart().cudaHostUnregister(address), "unregister", nbytes)
-
-    @staticmethod
-    def _check(result: Any, what: str, nbytes: int) -> None:
-        if int(result) == 0:
-            return
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        shown = "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
-        raise TransferError(
-            f"CUDA could not {what} {format_bytes(nbytes)} of host memory (cudaError "
-            f"{int(result)}; locked memory limit, ulimit -l: {shown}); give a smaller host budget "
-            f"or raise the limit",
-            errno.ENOMEM,
-        )
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-class _Region:
-    """One mapping with its address and its two faces."""
-
-    __slots__ = ("address", "buffer", "is_locked", "mapping", "nbytes", "tensor")
-
-    def __init__(self, nbytes: int, *, will_lock: bool) -> None:
-        try:
-            self.mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise TransferError(
-                f"host memory: mapping {format_bytes(nbytes)} failed ({error.strerror}); "
-                f"give a smaller host budget",
-                error.errno,
-            ) from error
-        hints = [mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP]
-        if will_lock:
-            hints.append(mmap.MADV_HUGEPAGE)  # all of it is touched anyway: 4 times faster
-        for hint in hints:
-            with contextlib.suppress(OSError):  # a kernel built without it
-                self.mapping.madvise(hint)
-        self.nbytes = nbytes
-        self.buffer = memoryview(self.mapping)
-        self.tensor = raw_view(self.mapping)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
-        self.is_locked = False
-
-    def touch(self) -> None:
-        """Makes the kernel back every page, in parallel and without the GIL."""
-        starts = range(0, self.nbytes, _TOUCH_BYTES)
-        num_threads = min(len(starts), os.cpu_count() or 1, _MAX_TOUCH_THREADS)
-
-        def fill(start: int) -> None:
-            ctypes.memset(self.address + start, 0, min(_TOUCH_BYTES, self.nbytes - start))
-
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="tvm_pager-touch") as pool:
-            list(pool.map(fill, starts))
 
 
 class HostSlab:
@@ -137,6 +65,10 @@ class HostSlab:
         region_bytes: size of each mapping but the last, a multiple of 4096.
         page_lock: whether regions are touched and page-locked when they are mapped.
         locker: who locks; the CUDA runtime unless a test says otherwise.
+
+    Attributes:
+        mapped_bytes: what is mapped; may exceed the capacity after `shrink_capacity`.
+        locked_bytes: what of that is page-locked.
     """
 
     def __init__(
@@ -151,30 +83,26 @@ class HostSlab:
             raise ValueError(
                 f"{capacity_bytes=} must be >= 0 and {region_bytes=} a positive multiple of 4096"
             )
-        self.capacity_bytes = capacity_bytes // _SLAB_ALIGNMENT * _SLAB_ALIGNMENT
+        self.capacity_bytes = _round_down(capacity_bytes)
         self.region_bytes = region_bytes
         self.mapped_bytes = 0
         self.locked_bytes = 0
         self._locker = (locker or CudaLocker()) if page_lock else None
-        self._regions: list[_Region | None] = [None] * -(-self.capacity_bytes // region_bytes)
         self._lock = threading.Lock()
+        self._slots: list[tuple[Region, ...]] = [()] * self._num_slots(self.capacity_bytes)
         self._is_closed = False
+        self._builder = SlabBuilder(self)
         _OPEN_SLABS.add(self)
 
-    def grow(self, nbytes: int) -> None:
-        """Maps (and locks) all regions of the first `nbytes` bytes. Blocks; any thread may.
-
-        Raises:
-            TransferError: the system refuses memory or locking; what was mapped before stays.
-        """
-        for index in range(-(-min(nbytes, self.capacity_bytes) // self.region_bytes)):
-            self._region(index)
+    # --- looking ---------------------------------------------------------------------------------
 
     def view(self, offset: int, nbytes: int) -> list[torch.Tensor]:
         """Gives the range as uint8 tensors, split at region borders, mapping what is missing.
 
+        Blocks while it maps, or while somebody else maps the same region.
+
         Raises:
-            TransferError: as `grow`.
+            TransferError: the system refuses memory or locking; what was mapped before stays.
             AssertionError: the range leaves the slab.
         """
         with RawDispatch():
@@ -191,75 +119,241 @@ class HostSlab:
             for region, start, end in self._split(offset, nbytes)
         ]
 
+    def ready_bytes(self, nbytes: int) -> int:
+        """Gives how many of the first `nbytes` bytes are mapped, and locked if they are to be."""
+        regions = [region for slot in self._slots for region in slot if region.is_ready]
+        return sum(max(0, min(region.end, nbytes) - region.start) for region in regions)
+
+    # --- ahead of use ----------------------------------------------------------------------------
+
+    def grow(self, nbytes: int) -> None:
+        """Maps (and locks) all regions of the first `nbytes` bytes. Blocks; otherwise as `view`."""
+        offset = 0
+        while offset < min(nbytes, self.capacity_bytes):
+            offset = self._region(offset).end
+
+    def build_in_background(
+        self, nbytes: int, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Starts to map, touch and lock all regions of the first `nbytes` bytes; returns at once.
+
+        One thread does it, a region after the other; other accesses are served meanwhile and wait
+        for one region at most. A build that is under way is extended. It stops at the first error,
+        which is then in `error`; accesses to what is missing try again, and raise what they meet.
+
+        Args:
+            nbytes: how much of the slab; the capacity at most.
+            progress: called by that thread with the bytes done and the bytes to do, first and last,
+                and at most four times a second between. It must not wait for a lock that somebody
+                holds while closing the slab. What it raises is logged, and ends the calls.
+
+        Raises:
+            TransferError: the slab is closed, or no thread can be started.
+        """
+        with self._lock:
+            self._refuse_closed()
+        self._builder.build(min(nbytes, self.capacity_bytes), progress)
+
+    @property
+    def error(self) -> TransferError | None:
+        """What ended the last build in the background, or None."""
+        return self._builder.error
+
+    def map_next(self, limit_bytes: int) -> bool:
+        """Maps the first region that is missing below the limit; False where none is, or closed.
+
+        Blocks; otherwise as `view`.
+        """
+        with self._lock:
+            offset = self._first_missing(min(limit_bytes, self.capacity_bytes))
+            if self._is_closed or offset is None:
+                return False
+            region = self._claim(offset)
+        self._map(region)
+        return True
+
+    # --- size ------------------------------------------------------------------------------------
+
+    def border_below(self, nbytes: int) -> int:
+        """Gives the largest capacity, `nbytes` at most, that leaves no more than that mapped."""
+        end = min(_round_down(nbytes), self.capacity_bytes)
+        slots = self._slots[end // self.region_bytes :][:1]
+        across = [r.start for slot in slots for r in slot if r.start < end < r.end]
+        return min([end, *across])
+
+    def grow_capacity(self, capacity_bytes: int) -> None:
+        """Makes the slab larger; what is new is mapped when first touched. Does not block.
+
+        Raises:
+            ValueError: that is less than it has.
+            TransferError: the slab is closed.
+        """
+        end = _round_down(capacity_bytes)
+        with self._lock:
+            self._refuse_closed()
+            if end < self.capacity_bytes:
+                raise ValueError(f"{capacity_bytes=} is below {self.capacity_bytes}")
+            self._slots += [()] * (self._num_slots(end) - len(self._slots))
+            self.capacity_bytes = end
+
+    def shrink_capacity(self, capacity_bytes: int) -> None:
+        """Makes the slab smaller; regions wholly beyond are unlocked and unmapped.
+
+        The caller guarantees that no frame lies beyond, and that no transfer there is in flight.
+        Blocks for the unlocking, and while a region beyond is being mapped. See [Note: Capacity
+        changes] for what stays mapped.
+
+        Raises:
+            ValueError: that is more than it has, or negative.
+            TransferError: the slab is closed, or a region could not be unlocked; the others are.
+        """
+        end = _round_down(capacity_bytes)
+        with self._lock:
+            self._refuse_closed()
+            if not 0 <= end <= self.capacity_bytes:
+                raise ValueError(f"{capacity_bytes=} is not in [0, {self.capacity_bytes}]")
+            self.capacity_bytes = end
+            last = self._num_slots(end) - 1
+            gone = [r for slot in self._slots[max(0, last) :] for r in slot if r.start >= end]
+            slots = self._slots[: last + 1]
+            if slots:
+                slots[last] = tuple(region for region in slots[last] if region.start < end)
+            self._slots = slots
+        self._give_up(gone)
+
     def close(self) -> None:
-        """Unlocks all regions and lets go of them. No copy may be in flight. Idempotent.
+        """Ends the build, unlocks all regions and lets go of them. Idempotent.
+
+        No copy may be in flight. Blocks for the unlocking, and for one region being mapped.
 
         Raises:
             TransferError: a region could not be unlocked; the others are.
         """
         with self._lock:
-            regions = [region for region in self._regions if region is not None]
-            self._regions, self._is_closed = [], True
+            regions = [region for slot in self._slots for region in slot]
+            self._slots, self._is_closed = [], True
             _OPEN_SLABS.discard(self)
-            failure: TransferError | None = None
-            for region in regions:
+        self._builder.stop()
+        self._give_up(regions)
+
+    # --- regions ---------------------------------------------------------------------------------
+
+    def _split(self, offset: int, nbytes: int) -> list[tuple[Region, int, int]]:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.capacity_bytes:
+            raise AssertionError(
+                f"[{offset}, {offset + nbytes}) leaves the {self.capacity_bytes} bytes of the slab"
+            )
+        parts: list[tuple[Region, int, int]] = []
+        end = offset + nbytes
+        while offset < end:
+            region = self._region(offset)
+            stop = min(end, region.end)
+            parts.append((region, offset - region.start, stop - region.start))
+            offset = stop
+        return parts
+
+    def _region(self, offset: int) -> Region:
+        """The region that holds this byte, mapped. O(1) but for [Note: Capacity changes]."""
+        slots = self._slots
+        if slots:  # not closed
+            for region in slots[offset // self.region_bytes]:
+                if region.start <= offset < region.end and region.is_ready:
+                    return region
+        while True:
+            with self._lock:
+                self._refuse_closed()
+                region = self._claim(offset)
+            if self._map(region):
+                return region
+
+    def _claim(self, offset: int) -> Region:
+        """The region that holds this byte, new where there is none; its claimant calls `_map`."""
+        index = offset // self.region_bytes
+        start = index * self.region_bytes
+        end = min(start + self.region_bytes, self.capacity_bytes)
+        for region in self._slots[index]:  # in order, without gaps
+            if offset < region.end:
+                return region
+            start = region.end
+        region = Region(start, end - start)
+        self._slots[index] += (region,)
+        return region
+
+    def _map(self, region: Region) -> bool:
+        """Maps a claimed region unless that is done; False if it has been given up meanwhile.
+
+        If that fails, the region stays as it was: whoever waits for it tries again.
+        """
+        with region.gate:
+            if region.is_gone:
+                return False
+            if not region.is_ready:
+                region.map(self._locker)
+                self._count(region, 1)
+            return True
+
+    def _give_up(self, regions: Iterable[Region]) -> None:
+        failure: TransferError | None = None
+        for region in regions:
+            region.is_gone = True  # before the gate: who waits there to map it does not begin
+            with region.gate:
+                if not region.is_ready:
+                    continue
                 try:
                     if region.is_locked and self._locker is not None:
                         self._locker.unlock(region.address, region.nbytes)
                 except TransferError as error:
                     failure = failure or error
-            self.mapped_bytes = self.locked_bytes = 0
+                self._count(region, -1)
         if failure is not None:
             raise failure
 
-    def _split(self, offset: int, nbytes: int) -> list[tuple[_Region, int, int]]:
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.capacity_bytes:
-            raise AssertionError(
-                f"[{offset}, {offset + nbytes}) leaves the {self.capacity_bytes} bytes of the slab"
-            )
-        parts: list[tuple[_Region, int, int]] = []
-        while nbytes:
-            index, start = divmod(offset, self.region_bytes)
-            take = min(nbytes, self.region_bytes - start)
-            parts.append((self._region(index), start, start + take))
-            offset += take
-            nbytes -= take
-        return parts
-
-    def _region(self, index: int) -> _Region:
-        regions = self._regions  # `close` replaces the list, and never shortens this one
-        region = regions[index] if regions else None
-        return region if region is not None else self._map(index)
-
-    def _map(self, index: int) -> _Region:
+    def _count(self, region: Region, sign: int) -> None:
         with self._lock:
-            if self._is_closed:
-                raise TransferError("the host slab is closed: make a new pager", errno.EBADF)
-            region = self._regions[index]
-            if region is not None:
-                return region
-            nbytes = min(self.region_bytes, self.capacity_bytes - index * self.region_bytes)
-            region = _Region(nbytes, will_lock=self._locker is not None)
-            if self._locker is not None:
-                region.touch()
-                self._locker.lock(region.address, nbytes)
-                region.is_locked = True
-                self.locked_bytes += nbytes
-            self.mapped_bytes += nbytes
-            self._regions[index] = region
-            return region
+            self.mapped_bytes += sign * region.nbytes
+            self.locked_bytes += sign * region.nbytes * region.is_locked
+
+    def _first_missing(self, limit: int) -> int | None:
+        offset = 0
+        for index, slot in enumerate(self._slots):
+            for region in slot:
+                if not region.is_ready:
+                    break
+                offset = region.end
+            if offset < min((index + 1) * self.region_bytes, limit):
+                return offset
+        return None
+
+    def _num_slots(self, nbytes: int) -> int:
+        return -(-nbytes // self.region_bytes)
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise TransferError("the host slab is closed: make a new pager", errno.EBADF)
+
+
+def _round_down(nbytes: int) -> int:
+    return nbytes // _SLAB_ALIGNMENT * _SLAB_ALIGNMENT
 
 
 def _disown_in_child() -> None:
     """Marks slabs closed in a forked child, where their mappings must never be unmapped."""
     for slab in list(_OPEN_SLABS):
-        for region in slab._regions:
-            if region is not None:
+        for region in (region for slot in slab._slots for region in slot):
+            if region.mapping is not None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(region.mapping))
-        slab._regions, slab._is_closed = [], True
+        slab._slots, slab._is_closed = [], True
         slab.mapped_bytes = slab.locked_bytes = 0
-        slab._lock = threading.Lock()  # another thread of the parent may have held it
+        slab._builder = SlabBuilder(slab)  # the parent's thread is not here, and may have held
+        slab._lock = threading.Lock()  # either lock
     _OPEN_SLABS.clear()
 
 
+def _stop_builders() -> None:
+    """Keeps a thread from touching memory, and CUDA, while the interpreter ends."""
+    for slab in list(_OPEN_SLABS):
+        slab._builder.stop()
+
+
 os.register_at_fork(after_in_child=_disown_in_child)
+atexit.register(_stop_builders)
