@@ -75,11 +75,22 @@ class PagerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["lru", "clock"]),
         host_bytes=st.sampled_from([0, 4096, 5 * 4096, 16 * 4096]),
         nvme_bytes=st.sampled_from([0, 8 * 4096, 64 * 4096]),
+        in_order=st.booleans(),
+        write_behind_bytes=st.sampled_from([0, 4096, 12288]),
     )
     def open(
-        self, seed: int, max_delay: int, policy: str, host_bytes: int, nvme_bytes: int
+        self,
+        seed: int,
+        max_delay: int,
+        policy: str,
+        host_bytes: int,
+        nvme_bytes: int,
+        in_order: bool,
+        write_behind_bytes: int,
     ) -> None:
-        self.backend = RamBackend(host_bytes, nvme_bytes, seed=seed, max_delay=max_delay)
+        self.backend = RamBackend(
+            host_bytes, nvme_bytes, seed=seed, max_delay=max_delay, in_order=in_order
+        )
         make = load_policy(policy)
         self.pager = DemandPager(
             self.backend,
@@ -87,6 +98,7 @@ class PagerMachine(RuleBasedStateMachine):
             lambda: CheckedPolicy(make()),
             segment_bytes=4096,
             strict=True,
+            write_behind_bytes=write_behind_bytes,
         )
         self.model: dict[int, bytes] = {}
         self.memory: dict[int, RamMemory] = {}
@@ -185,16 +197,19 @@ class PagerMachine(RuleBasedStateMachine):
 
     @rule(page=pages)
     def prefetch(self, page: Page | None) -> None:
-        if page is None or page.id not in self.model or page.tickets or page.is_on_device:
+        if page is None or page.id not in self.model:
             return
-        if self.pager.free_bytes >= page.frame_bytes:
-            if page.backing is Backing.RECIPE:
-                try:
-                    self.pager.commit(self.pager.table.commit_of(page.nbytes), "prefetch")
-                except CommitError:
-                    return
-            self.pager.mover.start_fetch(page)
-            event("prefetch")
+        self.pager.admission.largest_need_bytes = 0  # else few would be let through
+        try:
+            if self.pager.prefetcher.start(page):
+                event("prefetch")
+        except CommitError:
+            assert page.backing is Backing.RECIPE
+
+    @rule()
+    def cancel_prefetches(self) -> None:
+        if self.pager.prefetcher.cancel():
+            event("prefetch cancelled")
 
     @rule(page=pages)
     def resize(self, page: Page | None) -> None:
@@ -203,7 +218,7 @@ class PagerMachine(RuleBasedStateMachine):
         if page.tickets:
             # An operation that resizes waits for copies of its operand, well or not.
             with contextlib.suppress(TransferError):
-                self.pager.mover.settle(page)
+                self.pager.flight.settle(page)
         nbytes = max(0, page.nbytes - 700)
         try:
             self.pager.written(page)
@@ -264,6 +279,26 @@ class PagerMachine(RuleBasedStateMachine):
     def fail_next(self, lane: Lane, code: int, num: int) -> None:
         self.backend.fail_next(num, lane=lane, code=code)
 
+    @rule(num_blocks=st.integers(28, 48))
+    def set_device_budget(self, num_blocks: int) -> None:
+        before = self.pager.budget_bytes
+        try:
+            with self.pager.lock:
+                self.pager.budgets.set_device(num_blocks * 512)
+            event("device budget changed")
+        except (BudgetError, CommitError, TransferError):
+            assert self.pager.budget_bytes == before
+
+    @rule(num_frames=st.sampled_from([0, 1, 3, 5, 9, 16]))
+    def set_host_budget(self, num_frames: int) -> None:
+        before = self.backend.host_capacity_bytes
+        try:
+            with self.pager.lock:
+                self.pager.budgets.set_host(num_frames * 4096)
+            event("host budget changed")
+        except (BudgetError, CommitError, TransferError):
+            assert self.backend.host_capacity_bytes == before
+
     @rule(num=st.integers(1, 4))
     def advance(self, num: int) -> None:
         for _ in range(num):
@@ -274,7 +309,7 @@ class PagerMachine(RuleBasedStateMachine):
         if not hasattr(self, "pager"):
             return
         self.pager.check_invariants()
-        assert self.pager.table.device_used_bytes <= DEVICE_BYTES
+        assert self.pager.table.device_used_bytes <= self.pager.budget_bytes
         assert set(self.pager.table.pages) == set(self.model)
         for page_id, count in self.pins.items():
             assert self.pager.table.pages[page_id].pins == count
@@ -296,7 +331,7 @@ class PagerMachine(RuleBasedStateMachine):
                     assert bytes(self.memory[page.id].data) == self.model[page.id]
                     # Of a write-back that nobody waits for.
                     with contextlib.suppress(TransferError):
-                        self.pager.mover.settle(page)
+                        self.pager.flight.settle(page)
                     self.pager.forget(page)
                     left.remove(page)
         assert not left, f"{left} cannot be read any more"

@@ -67,6 +67,7 @@ def copy(lane: Lane, storage: torch.UntypedStorage | None, nbytes: int, offset: 
 
 def run(backend: TorchBackend, lane: Lane, *args: Any) -> None:
     ticket = backend.submit(copy(lane, *args))
+    ticket.wait()
     assert ticket.done()
     ticket.wait()
 

@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,24 +22,6 @@ from tvm_pager.errors import TransferError
 from tvm_pager.transfer.block_store import spans
 from tvm_pager.transfer.posix import PosixStore
 from tvm_pager.transfer.swap_file import SwapFile
-
-
-@pytest.fixture(params=["direct", "buffered"])
-def file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SwapFile]:
-    file = SwapFile(tmp_path, 16 * MIB, direct=request.param == "direct")
-    if file.io != request.param:
-        file.close()
-        pytest.skip(f"no {request.param} I/O in {tmp_path}")
-    yield file
-    file.close()
-
-
-@pytest.fixture
-def store(file: SwapFile) -> Iterator[PosixStore]:
-    store = PosixStore(file)
-    yield store
-    store.close()
-
 
 # --- bytes ----------------------------------------------------------------------------------------
 

@@ -9,11 +9,7 @@ import pytest
 import torch
 
 import tvm_pager
-
-
-def open_pager(tmp_path: Path, check: int, **options: Any) -> tvm_pager.Pager:
-    settings: dict[str, Any] = {"device": "64KiB", "host": "256KiB", "torch_device": "cpu"}
-    return tvm_pager.Pager(**(settings | options), check=check)
+from tests.trials.harness import small_pager
 
 
 def flip_a_bit_of_the_slab(pager: tvm_pager.Pager) -> None:
@@ -22,7 +18,7 @@ def flip_a_bit_of_the_slab(pager: tvm_pager.Pager) -> None:
 
 @pytest.mark.parametrize("check", [0, 1, 2])
 def test_a_flipped_bit_is_detected_from_level_one_on(tmp_path: Path, check: int) -> None:
-    with open_pager(tmp_path, check) as pager:
+    with small_pager(tmp_path, nvme=False, check=check) as pager:
         kept = torch.arange(1024.0)
         expected = kept.tolist()
         assert pager.evict_all()
@@ -39,14 +35,14 @@ def test_a_flipped_bit_is_detected_from_level_one_on(tmp_path: Path, check: int)
 
 
 def test_released_memory_is_poisoned(tmp_path: Path) -> None:
-    with open_pager(tmp_path, check=1) as pager:
+    with small_pager(tmp_path, nvme=False, check=1) as pager:
         kept = torch.zeros(1024)
         seen: list[int] = []
         release = pager._backend.release_device
 
-        def look(memory: Any, after: tuple[object, ...] = ()) -> None:
+        def look(memory: Any, *others: Any) -> None:
             seen.extend(memory.tolist()[:4])
-            release(memory, after)
+            release(memory, *others)
 
         pager._backend.release_device = look  # type: ignore[method-assign]
         pager.evict_all()
@@ -55,7 +51,7 @@ def test_released_memory_is_poisoned(tmp_path: Path) -> None:
 
 
 def test_level_two_checks_the_books_after_each_operation(tmp_path: Path) -> None:
-    with open_pager(tmp_path, check=2) as pager:
+    with small_pager(tmp_path, nvme=False, check=2) as pager:
         kept = torch.ones(16)
         pager._core.table.committed_bytes += 1
         with pytest.raises(AssertionError, match="committed"):

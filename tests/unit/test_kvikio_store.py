@@ -10,37 +10,23 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.block_io import MIB, FaultyCalls, buffer_of
+from tests.unit.block_io import FaultyCalls, buffer_of
 from tvm_pager.errors import ConfigError, TransferError
 from tvm_pager.transfer import kvikio
 from tvm_pager.transfer.block_store import measure, open_block_store
 from tvm_pager.transfer.posix import PosixStore
-from tvm_pager.transfer.swap_file import SwapFile
+
+if TYPE_CHECKING:
+    from tvm_pager.transfer.swap_file import SwapFile
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(params=["direct", "buffered"])
-def file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SwapFile]:
-    file = SwapFile(tmp_path, 16 * MIB, direct=request.param == "direct")
-    if file.io != request.param:
-        file.close()
-        pytest.skip(f"no {request.param} I/O in {tmp_path}")
-    yield file
-    file.close()
-
-
-@pytest.fixture
-def store(file: SwapFile) -> Iterator[PosixStore]:
-    store = PosixStore(file)
-    yield store
-    store.close()
 
 
 # --- choice and measurement -----------------------------------------------------------------------

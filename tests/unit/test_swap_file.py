@@ -6,30 +6,16 @@ import errno
 import os
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.interpreter import run_program, start_program
 from tvm_pager.errors import ConfigError, TransferError
 from tvm_pager.transfer import swap_file
 from tvm_pager.transfer.swap_file import SwapFile, default_margin_bytes, usable_bytes
 
-ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
-
-
-def run_program(program: str, *args: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, *args],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        **options,
-    )
 
 
 def test_no_name_appears_and_the_space_is_taken(tmp_path: Path) -> None:
@@ -216,12 +202,7 @@ file = SwapFile(sys.argv[1], 8 << 20)
 print("ready", flush=True)
 time.sleep(100)
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as child:
+    with start_program(program, tmp_path) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         assert os.listdir(tmp_path) == []

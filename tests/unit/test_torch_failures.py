@@ -5,17 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from tests.interpreter import start_program
+from tests.unit.block_io import FailingStore
 from tests.unit.small_backends import (
-    DEVICES,
     MIB,
     Make,
     alias,
@@ -23,69 +21,16 @@ from tests.unit.small_backends import (
     copy,
     page_of,
     run,
-    small_backends,
 )
 from tvm_pager.errors import ConfigError, TransferError
 from tvm_pager.transfer.protocol import Lane, Piece, Transfer
 from tvm_pager.transfer.torch_backend import TorchBackend
 
 if TYPE_CHECKING:
-    from tvm_pager.transfer.block_store import BlockStore, Completion
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def make(device: str, tmp_path: Path) -> Iterator[Make]:
-    with small_backends(device, tmp_path) as build:
-        yield build
+    from tvm_pager.transfer.block_store import BlockStore
 
 
 # --- failures -------------------------------------------------------------------------------------
-
-
-class FailingStore:
-    """A block store whose next operations fail."""
-
-    def __init__(self, store: BlockStore) -> None:
-        self._store = store
-        self.codes: list[int] = []
-        self.engine = store.engine
-        self.measured = ""
-
-    @property
-    def io(self) -> Any:
-        return self._store.io
-
-    def write(self, file_offset: int, buffers: Sequence[memoryview]) -> Completion:
-        return self._or_fail(self._store.write(file_offset, buffers))
-
-    def read(self, file_offset: int, buffers: Sequence[memoryview]) -> Completion:
-        return self._or_fail(self._store.read(file_offset, buffers))
-
-    def close(self) -> None:
-        self._store.close()
-
-    def _or_fail(self, completion: Completion) -> Completion:
-        return Failed(completion, self.codes.pop(0)) if self.codes else completion
-
-
-class Failed:
-    def __init__(self, completion: Completion, code: int) -> None:
-        self._completion = completion
-        self._code = code
-
-    def done(self) -> bool:
-        return self._completion.done()
-
-    def wait(self) -> None:
-        self._completion.wait()
-        raise TransferError(os.strerror(self._code), self._code)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -98,13 +43,14 @@ def test_io_failures_surface_in_the_ticket_only(make: Make, lane: Lane, code: in
         return stores[-1]
 
     backend = make(wrap_store=wrap)
+    codes: list[int] = []
+    stores[0].choose = lambda is_write, file_offset: codes.pop() if codes else None
     storage = page_of(backend, bytes_of(200_000))
     memory = storage if "d" in lane.value else None
     run(backend, Lane.D2H, storage, 200_000, 4096)
     run(backend, Lane.D2N, storage, 200_000, 4096)
-    stores[0].codes = [code]
+    codes.append(code)
     ticket = backend.submit(copy(lane, memory, 200_000, 4096))
-    assert ticket.done()
     for _ in range(2):
         with pytest.raises(TransferError) as caught:
             ticket.wait()
@@ -163,12 +109,7 @@ while True:
 
 
 def test_nothing_is_left_after_sigkill_amid_writes(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", _CHILD, tmp_path],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as child:
+    with start_program(_CHILD, tmp_path) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGKILL)
@@ -196,7 +137,9 @@ def test_copies_and_releases_wait_for_the_streams_they_are_told(tmp_path: Path) 
         torch.cuda._sleep(200_000_000)
         view.fill_(8)
     backend.release_device(storage, (side,))
-    assert side.query()
+    assert not side.query(), "the host waited for a stream"
+    torch.cuda.current_stream().synchronize()
+    assert side.query(), "the stream that gets the memory did not wait"
     assert isinstance(backend.current_executor(), int)
     assert backend.host_locked_bytes == 64 * MIB
     backend.close()

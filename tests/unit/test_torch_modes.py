@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,30 +13,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.small_backends import (
-    DEVICES,
     MIB,
     Make,
     alias,
     bytes_of,
     page_of,
     run,
-    small_backends,
     wipe,
 )
 from tvm_pager.transfer.protocol import Lane
 from tvm_pager.transfer.raw_bytes import RawDispatch, raw_alias
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def make(device: str, tmp_path: Path) -> Iterator[Make]:
-    with small_backends(device, tmp_path) as build:
-        yield build
-
 
 # --- torch's modes --------------------------------------------------------------------------------
 

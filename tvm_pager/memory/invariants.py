@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_table"]
 
-_IN_FLIGHT = frozenset({PageState.WRITING_BACK, PageState.FETCHING, PageState.DEMOTING})
+_ARRIVING = frozenset({PageState.WRITING_BACK, PageState.LEAVING, PageState.DEMOTING})
+_IN_FLIGHT = _ARRIVING | {PageState.FETCHING}
 _OFF_DEVICE = frozenset(
     {PageState.EVICTED, PageState.DEMOTING, PageState.FETCHING, PageState.FAILED}
 )
@@ -38,6 +39,8 @@ def check_table(table: PageTable) -> None:
         )
         _collect_frames(table, page, frames)
     frames[Tier.NVME].extend(table.bad_frames)
+    for _, tier, frame in table.limbo:
+        frames[tier].append(frame)
     for tier, taken in frames.items():
         table.frames[tier].check_invariants(taken)
     if device_bytes != table.device_used_bytes or committed_bytes != table.committed_bytes:
@@ -58,15 +61,19 @@ def _check_page(table: PageTable, page: Page) -> None:
         _require(page.is_on_device, page, "a pinned page is on the device")
     has_arrivals = bool(table.arrivals_of(page.id))
     _require(
-        has_arrivals == (page.state in (PageState.WRITING_BACK, PageState.DEMOTING)),
+        has_arrivals == (page.state in _ARRIVING),
         page,
-        "frames are arriving exactly while writing back or demoting",
+        "frames are arriving exactly while writing back, leaving or demoting",
     )
     if page.state in _IN_FLIGHT:
         _require(bool(page.tickets), page, "an in-flight state has a ticket")
     else:
         _require(not page.tickets, page, "only in-flight states have tickets")
-    if page.state in _OFF_DEVICE and page.nbytes:
+    if page.state is PageState.LEAVING:
+        arriving = {id(segment) for segment, _, _ in table.arrivals_of(page.id)}
+        covered_below = all(id(part) in arriving or not part.is_dirty for part in page.segments)
+        _require(covered_below, page, "what leaves is arriving below")
+    if page.state in _OFF_DEVICE and page.nbytes and not page.is_lost:
         _require(page.is_clean, page, "every byte that is not on the device has a copy below")
     _require(
         page.has_copies

@@ -5,11 +5,15 @@ Transition                      method                       who owns the device
 RESIDENT -> WRITING_BACK        begin_write_back             the page, and the copy reads it
 WRITING_BACK -> RESIDENT        finish_ / fail_write_back    the page
 RESIDENT -> EVICTED             evict                        nobody
+WRITING_BACK -> LEAVING         leave                        nobody, in stream order
+LEAVING -> EVICTED / FAILED     finish_ / fail_leave         nobody
 EVICTED, FAILED -> FETCHING     begin_fetch                  the page, and the copy writes it
 FETCHING -> RESIDENT / FAILED   finish_fetch / fail_fetch    the page / nobody
 EVICTED -> DEMOTING -> EVICTED  begin_, finish_, fail_demote nobody
 any -> DEAD                     free                         nobody
-WRITING_BACK -> DEAD etc. keep their frames until `reap` says that the tickets are done.
+WRITING_BACK -> DEAD etc. keep their frames until `reap` says that the tickets are done. So do the
+frames of a page that was used in stream order before its fetch was done (`Page.readers`): freed
+meanwhile, they are in limbo.
 
 docs/states.md says what holds in each state; `invariants.check_table` is that list as code. Each
 method assigns the state in its last step. All methods expect the pager's lock to be held; none
@@ -21,37 +25,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tvm_pager.memory.address_space import AddressSpace, Translation
-from tvm_pager.memory.frames import Extent, FrameAllocator
 from tvm_pager.memory.page import Backing, Page, PageKind, PageState, Segment, Tier
+from tvm_pager.memory.tier_books import Arrival, TierBooks
+from tvm_pager.memory.transitions import enter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["COMMIT_ALIGNMENT", "Arrival", "PageTable"]
+    from tvm_pager.memory.frames import FrameAllocator
+
+__all__ = ["COMMIT_ALIGNMENT", "PageTable"]
 
 COMMIT_ALIGNMENT = 4096  # what a page may take below the device, whatever its size
 
 _COMMIT_MASK = COMMIT_ALIGNMENT - 1
-
-Arrival = tuple[Segment, Tier, tuple[Extent, ...]]  # a frame that a transfer in flight is filling
+# Names of the module cost 2 ns, members of an enumeration 30 (Python 3.11).
+_RESIDENT = PageState.RESIDENT
+_DEAD = PageState.DEAD
+_OTHER = PageKind.OTHER
 
 
 def _nothing() -> None:
     """Nobody wants to know."""
 
 
-_ALLOWED: dict[PageState, frozenset[PageState]] = {
-    PageState.RESIDENT: frozenset({PageState.WRITING_BACK, PageState.EVICTED, PageState.DEAD}),
-    PageState.WRITING_BACK: frozenset({PageState.RESIDENT, PageState.DEAD}),
-    PageState.EVICTED: frozenset({PageState.FETCHING, PageState.DEMOTING, PageState.DEAD}),
-    PageState.DEMOTING: frozenset({PageState.EVICTED, PageState.DEAD}),
-    PageState.FETCHING: frozenset({PageState.RESIDENT, PageState.FAILED, PageState.DEAD}),
-    PageState.FAILED: frozenset({PageState.FETCHING, PageState.DEAD}),
-    PageState.DEAD: frozenset(),
-}
-
-
-class PageTable:
+class PageTable(TierBooks):
     """All pages of one pager.
 
     Args:
@@ -69,11 +67,8 @@ class PageTable:
         segment_bytes: int,
         device_alignment: int = 512,
     ) -> None:
+        super().__init__(host, nvme)
         self.pages: dict[int, Page] = {}
-        self.frames = {Tier.HOST: host, Tier.NVME: nvme}
-        self.closed_tiers: dict[Tier, str] = {}  # tier -> why it takes no new frames
-        # Of NVMe: a write there failed, so nothing goes there again.
-        self.bad_frames: list[tuple[Extent, ...]] = []
         self.segment_bytes = segment_bytes
         self._device_mask = device_alignment - 1  # a power of two
         self.device_used_bytes = 0
@@ -89,30 +84,33 @@ class PageTable:
 
     # --- birth and death -------------------------------------------------------------------------
 
-    def create(
-        self, nbytes: int, memory: Callable[[], Any], kind: PageKind = PageKind.OTHER
-    ) -> Page:
+    def create(self, nbytes: int, memory: Callable[[], Any], kind: PageKind = _OTHER) -> Page:
         """Enters a page whose bytes are already on the device.
 
         The caller has reserved and committed its bytes.
         """
         page = Page()
-        page.id = self.num_created
-        self.num_created += 1
+        page.id = page_id = self.num_created
+        self.num_created = page_id + 1
         page.nbytes = nbytes
         page.frame_bytes = frame_bytes = (nbytes + self._device_mask) & ~self._device_mask
         page.memory = memory
-        if kind is not PageKind.OTHER:
+        page.state = _RESIDENT
+        page.has_copies = False
+        page.tickets = ()
+        page.known_to = page.last_use = 0
+        page.executors = page.pager = None
+        if kind is not _OTHER:
             page.kind = kind
-        self.pages[page.id] = page
+        self.pages[page_id] = page
         if nbytes > self.largest_bytes:
             self.largest_bytes = nbytes
             self.on_larger_page()
         self.committed_bytes += (nbytes + _COMMIT_MASK) & ~_COMMIT_MASK
         self.created_bytes += frame_bytes
-        self.device_used_bytes += frame_bytes
-        if self.device_used_bytes > self.device_peak_bytes:
-            self.device_peak_bytes = self.device_used_bytes
+        self.device_used_bytes = used_bytes = self.device_used_bytes + frame_bytes
+        if used_bytes > self.device_peak_bytes:
+            self.device_peak_bytes = used_bytes
         return page
 
     def create_absent(
@@ -144,16 +142,17 @@ class PageTable:
             self.committed_bytes -= self.committed_of(page)
         else:
             self.committed_bytes -= (page.nbytes + _COMMIT_MASK) & ~_COMMIT_MASK
-        if page.state is PageState.RESIDENT or page.is_on_device:
+        if page.state is _RESIDENT or page.is_on_device:
             self.device_used_bytes -= page.frame_bytes
         if page.tickets:
             self._zombies[page.id] = page
         elif page.has_copies:
             self._free_copies(page)
-        page.state = PageState.DEAD  # allowed from every state
+        page.state = _DEAD  # allowed from every state
 
     def reap(self) -> None:
-        """Frees the frames of dead pages whose tickets are done."""
+        """Frees the frames of dead pages, and the oldest in limbo, whose tickets are done."""
+        self.leave_limbo()
         for page in list(self._zombies.values()):
             if all(ticket.done() for ticket in page.tickets):
                 del self._zombies[page.id]
@@ -218,12 +217,12 @@ class PageTable:
         self._arrivals[page.id] = list(arrivals)
         page.tickets = tickets
         page.is_superseded = False
-        self._to(page, PageState.WRITING_BACK)
+        enter(page, PageState.WRITING_BACK)
 
     def finish_write_back(self, page: Page) -> None:
         """WRITING_BACK -> RESIDENT, clean unless superseded. All tickets are done and well."""
         self._finish_arrivals(page, keep=not page.is_superseded)
-        self._to(page, PageState.RESIDENT)
+        enter(page, PageState.RESIDENT)
 
     def fail_write_back(self, page: Page, *, is_bad: bool = False) -> None:
         """WRITING_BACK -> RESIDENT: the device's bytes stay the current ones.
@@ -231,7 +230,7 @@ class PageTable:
         Frames that `is_bad` are not used again.
         """
         self._finish_arrivals(page, keep=False, is_bad=is_bad)
-        self._to(page, PageState.RESIDENT)
+        enter(page, PageState.RESIDENT)
 
     # --- residency -------------------------------------------------------------------------------
 
@@ -246,7 +245,28 @@ class PageTable:
         if page.backing is Backing.RECIPE:
             self.committed_bytes -= self.commit_of(page.nbytes)
         self.device_used_bytes -= page.frame_bytes
-        self._to(page, PageState.EVICTED)
+        enter(page, PageState.EVICTED)
+
+    def leave(self, page: Page) -> None:
+        """WRITING_BACK -> LEAVING: the backend has released the device memory in stream order.
+
+        Its tickets are certain and go on filling the frames.
+        """
+        if page.pins or page.is_superseded:
+            raise AssertionError(f"leave of {page!r}, superseded={page.is_superseded}")
+        self.device_used_bytes -= page.frame_bytes
+        enter(page, PageState.LEAVING)
+
+    def finish_leave(self, page: Page) -> None:
+        """LEAVING -> EVICTED: the frames below hold the bytes."""
+        self._finish_arrivals(page, keep=True)
+        enter(page, PageState.EVICTED)
+
+    def fail_leave(self, page: Page) -> None:
+        """LEAVING -> FAILED: the device was lost, and the bytes with it."""
+        self._finish_arrivals(page, keep=False)
+        page.is_lost = True
+        enter(page, PageState.FAILED)
 
     def begin_fetch(self, page: Page) -> None:
         """EVICTED or FAILED -> FETCHING: the device memory is allocated.
@@ -257,15 +277,30 @@ class PageTable:
             self.committed_bytes += self.commit_of(page.nbytes)
         self.device_used_bytes += page.frame_bytes
         self.device_peak_bytes = max(self.device_peak_bytes, self.device_used_bytes)
-        self._to(page, PageState.FETCHING)
+        enter(page, PageState.FETCHING)
 
     def in_flight(self, page: Page, tickets: tuple[Any, ...]) -> None:
         page.tickets = tickets
 
     def finish_fetch(self, page: Page) -> None:
-        """FETCHING -> RESIDENT; the copies below stay current."""
+        """FETCHING -> RESIDENT; the copies below stay current.
+
+        Tickets that are not done have been ordered before all use of the page, and go on reading
+        the frames below.
+        """
+        page.readers = tuple(
+            ticket for ticket in (*page.readers, *page.tickets) if not ticket.done()
+        )
         page.tickets = ()
-        self._to(page, PageState.RESIDENT)
+        enter(page, PageState.RESIDENT)
+
+    def cancel_fetch(self, page: Page) -> None:
+        """FETCHING -> EVICTED: nothing has moved, and the device memory is released."""
+        page.tickets = ()
+        if page.backing is Backing.RECIPE:
+            self.committed_bytes -= self.commit_of(page.nbytes)
+        self.device_used_bytes -= page.frame_bytes
+        enter(page, PageState.EVICTED)
 
     def fail_fetch(self, page: Page) -> None:
         """FETCHING -> FAILED: the device memory is released, the copies below are untouched."""
@@ -273,7 +308,7 @@ class PageTable:
         if page.backing is Backing.RECIPE:
             self.committed_bytes -= self.commit_of(page.nbytes)
         self.device_used_bytes -= page.frame_bytes
-        self._to(page, PageState.FAILED)
+        enter(page, PageState.FAILED)
 
     # --- host to NVMe ----------------------------------------------------------------------------
 
@@ -283,15 +318,15 @@ class PageTable:
         """EVICTED -> DEMOTING: `tickets` copy host frames into the NVMe frames in `arrivals`."""
         self._arrivals[page.id] = list(arrivals)
         page.tickets = tickets
-        self._to(page, PageState.DEMOTING)
+        enter(page, PageState.DEMOTING)
 
     def finish_demote(self, page: Page) -> None:
         """DEMOTING -> EVICTED: the NVMe frames are current, their host frames are free."""
         moved = [segment for segment, _, _ in self._arrivals[page.id]]
         self._finish_arrivals(page, keep=True)
         for segment in moved:
-            self._release(segment, Tier.HOST)
-        self._to(page, PageState.EVICTED)
+            self._release(page, segment, Tier.HOST)
+        enter(page, PageState.EVICTED)
 
     def fail_demote(self, page: Page, *, is_bad: bool = False) -> None:
         """DEMOTING -> EVICTED: the host frames stay the current ones.
@@ -299,7 +334,7 @@ class PageTable:
         Frames that `is_bad` are not used again.
         """
         self._finish_arrivals(page, keep=False, is_bad=is_bad)
-        self._to(page, PageState.EVICTED)
+        enter(page, PageState.EVICTED)
 
     def drop_host_copies(self, page: Page) -> int:
         """Frees the host frames that another current copy makes redundant; returns the bytes freed.
@@ -314,23 +349,11 @@ class PageTable:
         for segment in page.segments:
             if segment.host is not None and (redundant or segment.nvme is not None):
                 freed += sum(extent.nbytes for extent in segment.host)
-                self._release(segment, Tier.HOST)
+                self._release(page, segment, Tier.HOST)
         page.has_copies = page.has_source or any(not part.is_dirty for part in page.segments)
         return freed
 
     # --- frames and commit -----------------------------------------------------------------------
-
-    def allocate(self, tier: Tier, nbytes: int) -> tuple[Extent, ...] | None:
-        """A frame for a transfer that is about to start, or None if the tier is full.
-
-        Also in a closed tier: the pages that live must still be able to change places.
-        """
-        return self.frames[tier].allocate(nbytes)
-
-    def release_frames(self, arrivals: Iterable[Arrival]) -> None:
-        """Gives back frames of `allocate` for which no transfer was submitted."""
-        for _, tier, frame in arrivals:
-            self.frames[tier].free(frame)
 
     def segments_of(self, page: Page) -> tuple[Segment, ...]:
         if not page.segments and page.nbytes:
@@ -354,10 +377,6 @@ class PageTable:
             return 0
         return self.commit_of(page.nbytes)
 
-    def close_tier(self, tier: Tier, reason: str) -> None:
-        """No new page counts on this tier any more; those that live go on using it."""
-        self.closed_tiers.setdefault(tier, reason)
-
     # --- looking ---------------------------------------------------------------------------------
 
     def address_of(self, page: Page) -> int:
@@ -376,6 +395,8 @@ class PageTable:
             return Tier.DEVICE if page.is_on_device else Tier.HOST
         if page.has_source:
             return Tier.NVME
+        if page.state is PageState.LEAVING:
+            return max(tier for _, tier, _ in self._arrivals[page.id])
         on_host = all(segment.host is not None for segment in page.segments)
         return Tier.HOST if on_host else Tier.NVME
 
@@ -405,23 +426,17 @@ class PageTable:
 
     def _free_copies(self, page: Page) -> None:
         for segment in page.segments:
-            self._release(segment, Tier.HOST)
-            self._release(segment, Tier.NVME)
+            self._release(page, segment, Tier.HOST)
+            self._release(page, segment, Tier.NVME)
         page.has_copies = False
 
-    def _release(self, segment: Segment, tier: Tier) -> None:
+    def _release(self, page: Page, segment: Segment, tier: Tier) -> None:
         frame = segment.host if tier is Tier.HOST else segment.nvme
         if frame is not None:
-            self.frames[tier].free(frame)
+            if page.readers:
+                page.readers = tuple(ticket for ticket in page.readers if not ticket.done())
+            self.free_after(page.readers, tier, frame)
         if tier is Tier.HOST:
             segment.host = None
         else:
             segment.nvme = None
-
-    @staticmethod
-    def _to(page: Page, state: PageState) -> None:
-        if state not in _ALLOWED[page.state]:
-            raise AssertionError(
-                f"illegal transition {page.state.value} -> {state.value} of {page!r}"
-            )
-        page.state = state

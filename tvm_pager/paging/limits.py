@@ -19,14 +19,14 @@ def commit_limit_bytes(table: PageTable, budget_bytes: int) -> int:
 
     Whole pages leave the device, so an eviction frees up to a page too much, and the copy below of
     a page that is fetched back stays until the fetch is over: two of the largest pages are kept in
-    reserve. While everything fits on the device nothing needs to leave it. A closed tier backs only
-    what is in it; frames that were set aside hold nothing.
+    reserve. While everything fits on the device nothing needs to leave it. A closed tier backs
+    nothing: what is in it can be read once more, and may never return there.
     """
-    below = 0
-    for tier, frames in table.frames.items():
-        closed = tier in table.closed_tiers
-        below += frames.used_bytes if closed else frames.capacity_bytes
-    below -= sum(extent.nbytes for frame in table.bad_frames for extent in frame)
+    below = sum(
+        frames.capacity_bytes
+        for tier, frames in table.frames.items()
+        if tier not in table.closed_tiers
+    )
     reserve = 2 * table.commit_of(table.largest_bytes)
     return budget_bytes + max(0, below - reserve)
 

@@ -27,12 +27,19 @@ from tvm_pager.events import Event, EventKind
 from tvm_pager.memory import Backing, FrameAllocator, Page, PageKind, PageState, PageTable, Tier
 from tvm_pager.memory.invariants import check_table
 from tvm_pager.memory.page_table import COMMIT_ALIGNMENT
-from tvm_pager.paging.limits import commit_limit_bytes, over_budget, over_commit
+from tvm_pager.paging.admission import Admission
+from tvm_pager.paging.budgets import Budgets
+from tvm_pager.paging.evictor import Evictor
+from tvm_pager.paging.flight import Flight
+from tvm_pager.paging.holds import Holds
+from tvm_pager.paging.host_room import HostRoom
+from tvm_pager.paging.limits import commit_limit_bytes, over_commit
 from tvm_pager.paging.mover import Mover
+from tvm_pager.paging.prefetcher import Prefetcher
+from tvm_pager.paging.reservations import Reservations
 from tvm_pager.paging.tier_policy import TierPolicy
 from tvm_pager.paging.view import PagerView
 from tvm_pager.planning import load_policy
-from tvm_pager.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +56,7 @@ def _gone() -> None:
 
 
 UNLIMITED_BYTES = 1 << 62
+_DEAD = PageState.DEAD  # members of enumerations cost 30 ns a look-up in Python 3.11
 
 
 class DemandPager:
@@ -65,6 +73,9 @@ class DemandPager:
         clock: nanoseconds, monotonic; the simulator passes its own.
         checker: compares every page that comes back with what left; None costs nothing.
         owner_executors: the executor (CUDA stream) that operations normally run on.
+        current_executor: gives the calling thread's executor; None where there are none.
+        write_behind_bytes: how much is written back ahead of need, in each tier; see
+            [Note: Write-back ahead of need].
     """
 
     def __init__(
@@ -78,7 +89,9 @@ class DemandPager:
         strict: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
         owner_executors: tuple[Any, ...] = (),
+        current_executor: Callable[[], Any] | None = None,
         checker: Checker | None = None,
+        write_behind_bytes: int = 0,
     ) -> None:
         self.lock = threading.RLock()
         self.dead: deque[Any] = deque()  # see [Note: Finalisers]; entries have a `page`
@@ -86,15 +99,14 @@ class DemandPager:
         # Operands of the operations that run under the lock.
         self.running: list[Sequence[Page]] = []
         self.num_transient_pins = 0
-        self.operation_index = 0
+        self.holds = Holds(self)
         self.iteration = 0
         self.budget_bytes = device_budget_bytes
         self.overhead_bytes = 0  # device bytes that are not pages, as of the last `sample_overhead`
         self.backend = backend
         self.sink = sink
         self._clock = clock
-        self._released = threading.Condition(self.lock)
-        self._queue: deque[object] = deque()  # requests that wait, oldest first
+        self.reservations = Reservations(self)
         self.table = PageTable(
             FrameAllocator(backend.host_capacity_bytes, COMMIT_ALIGNMENT),
             FrameAllocator(backend.nvme_capacity_bytes, COMMIT_ALIGNMENT),
@@ -107,23 +119,50 @@ class DemandPager:
             for tier in (Tier.DEVICE, Tier.HOST)
         }
         self.device_policy = self.policies[Tier.DEVICE]
+        self.flight = Flight(
+            self.table,
+            backend,
+            self.policies,
+            sink,
+            clock,
+            self.update_commit_limit,
+            owner_executors,
+            current_executor,
+            checker,
+            self.reservations.unlocked,
+        )
+        self.evictor = Evictor(self, write_behind_bytes)
+        self.host_room = HostRoom(
+            self.table,
+            self.flight,
+            self.policies[Tier.HOST],
+            self.view,
+            min(write_behind_bytes, backend.host_capacity_bytes // 8)
+            if backend.nvme_capacity_bytes
+            else 0,
+        )
         self.mover = Mover(
             self.table,
             backend,
-            self.policies[Tier.HOST],
+            self.flight,
+            self.host_room,
             self.device_policy,
-            self.view,
-            sink,
+            self.evictor.may_leave,
             clock,
-            self._update_commit_limit,
-            owner_executors,
-            checker,
         )
+        self.admission = Admission(self, sink, clock)
+        self.prefetcher = Prefetcher(self)
+        self.budgets = Budgets(self)
         self.commit_limit_bytes = 0
-        self.table.on_larger_page = self._update_commit_limit
-        self._update_commit_limit()
+        self.table.on_larger_page = self.update_commit_limit
+        self.update_commit_limit()
 
     # --- pages -----------------------------------------------------------------------------------
+
+    @property
+    def operation_index(self) -> int:
+        """How many operations have begun to run."""
+        return self.device_policy.num_replayed + len(self.device_policy.journal) - 1
 
     @property
     def free_bytes(self) -> int:
@@ -146,7 +185,8 @@ class DemandPager:
             if page.pins and page.is_on_device and page.id not in own
         )
 
-    def _update_commit_limit(self) -> None:
+    def update_commit_limit(self) -> None:
+        """To be called when a budget or the largest page has changed."""
         self.commit_limit_bytes = commit_limit_bytes(self.table, self.budget_bytes)
 
     def create(
@@ -154,7 +194,7 @@ class DemandPager:
     ) -> Page:
         """Enters memory on the device as a page; `admit` or `reserve` has made room for it."""
         page = self.table.create(nbytes, memory, kind)
-        self.device_policy.journal.append(page)
+        self.device_policy.used(page)
         return page
 
     def drain(self) -> None:
@@ -165,6 +205,8 @@ class DemandPager:
             if page.state is not PageState.DEAD:
                 self.written(page)  # through the alias, until now
                 self.drop(page)
+        if self.holds.works:
+            self.holds.poll_oldest()
         dead = self.dead
         while dead:
             page = dead.popleft().page
@@ -172,7 +214,7 @@ class DemandPager:
             page.memory = _gone
             if page.known_to or page.tickets:
                 self.forget(page)
-            elif page.state is not PageState.DEAD:
+            elif page.state is not _DEAD:
                 self.table.free(page)
 
     def forget(self, page: Page) -> None:
@@ -181,7 +223,7 @@ class DemandPager:
             return
         if page.tickets and all(t.done() for t in page.tickets):
             with contextlib.suppress(TransferError):  # nobody needs the bytes any more
-                self.mover.settle(page)
+                self.flight.settle(page)
         self.table.free(page)
         for policy in self.policies.values():
             policy.removed(page)
@@ -193,6 +235,8 @@ class DemandPager:
             CommitError: a file stood behind the page, and no tier could back it from now on.
         """
         had_copies = page.has_copies
+        if page.state is PageState.WRITING_BACK and not page.is_superseded:
+            self.flight.cancel(page)  # what has not begun need not
         if page.backing is Backing.FILE:
             self.commit(self.table.commit_of(page.nbytes), f"a write to file-backed {page!r}")
         self.table.write(page)
@@ -230,159 +274,53 @@ class DemandPager:
             TransferError: a page could not be read or written; nothing is lost, a later access
                 tries again.
         """
-        self.drain()
-        self.mover.reap()
-        distinct = list({page.id: page for page in pages}.values())
-        dropped = [
-            page for page in distinct if page.backing is Backing.RECIPE and not page.is_on_device
-        ]
-        again = sum(self.table.commit_of(page.nbytes) for page in dropped)
-        self.commit(new_bytes + again, operation)
-        faults = [
-            page
-            for page in distinct
-            if page.state is not PageState.RESIDENT and page.state is not PageState.WRITING_BACK
-        ]
-        start_ns = self._clock()
-        self.running.append(distinct)
-        try:
-            self._admit(distinct, new_bytes, operation)
-        finally:
-            self.running.remove(distinct)
-        if self.sink is not None:
-            for page in faults:
-                event = Event(
-                    EventKind.FAULT, page.id, page.nbytes, None, start_ns, self._clock(), operation
-                )
-                self.sink.emit(event)
+        self.admission.admit(pages, new_bytes, operation)
 
     def commit(self, new_bytes: int, operation: str) -> None:
         """Checks that every live page and `new_bytes` more can be backed by all tiers together."""
         if not new_bytes or self.table.committed_bytes + new_bytes <= self.commit_limit_bytes:
             return
         self.drain()
-        self._update_commit_limit()
+        self.update_commit_limit()
         if self.table.committed_bytes + new_bytes > self.commit_limit_bytes:
             raise over_commit(self.table, self.commit_limit_bytes, new_bytes, operation)
 
-    def _admit(self, pages: list[Page], new_bytes: int, operation: str) -> None:
-        for page in pages:
-            if page.state is PageState.FETCHING or page.state is PageState.DEMOTING:
-                self.mover.settle(page)
-        missing = [page for page in pages if not page.is_on_device]
-        need = sum(page.frame_bytes for page in missing) + new_bytes
-        self.make_room(need, operation)
-        for page in missing:
-            if not page.is_on_device:  # else another thread fetched it while this one waited
-                self._fetch(page, operation)
-
-    def _fetch(self, page: Page, operation: str) -> None:
-        if any(segment.host is not None for segment in page.segments):
-            self.policies[Tier.HOST].used(page)
-        while True:
-            try:
-                self.mover.start_fetch(page)
-                break
-            except MemoryError as error:  # fragmented, or others hold what the books call free
-                if not self._evict_some(page.frame_bytes):
-                    raise BudgetError(
-                        f"{operation}: the device refused {format_bytes(page.nbytes)} for {page!r} "
-                        f"although {format_bytes(self.free_bytes)} of the budget are free; lower "
-                        "the device budget"
-                    ) from error
-        self.mover.settle(page)
-
     def make_room(self, need_bytes: int, operation: str) -> None:
-        """Evicts until `need_bytes` of the budget are free. Blocks.
-
-        Raises:
-            BudgetError: not even evicting everything evictable would do.
-        """
-        self.sample_overhead()
-        turn: object | None = None
-        try:
-            while self.free_bytes < need_bytes or (self._queue and self._queue[0] is not turn):
-                first = not self._queue or self._queue[0] is turn
-                if first and self._evict_some(need_bytes - self.free_bytes):
-                    continue
-                if first and self.mover.settle_any():
-                    continue
-                if not self.num_transient_pins:
-                    if not first:
-                        break  # the others wait for nothing that could still end
-                    raise over_budget(self, need_bytes, operation)
-                if turn is None:
-                    turn = object()
-                    self._queue.append(turn)
-                self._wait()
-        finally:
-            if turn is not None:
-                self._queue.remove(turn)
-                self._released.notify_all()
+        """Evicts until `need_bytes` of the budget are free; see `Reservations.make_room`."""
+        with self.reservations.request() as turn:
+            self.reservations.make_room(turn, need_bytes, operation)
 
     def make_room_if_possible(self, operation: str) -> None:
         """Evicts down to the budget as far as there are evictable pages; never raises for it."""
         with contextlib.suppress(BudgetError):
             self.make_room(0, operation)
 
-    def _evict_some(self, need_bytes: int) -> bool:
-        """One round of the device's policy; False if it finds nothing."""
-        self.view.operation_index = self.operation_index
-        self.view.in_use = {page.id for pages in self.running for page in pages}
-        victims = self.device_policy.victims(max(need_bytes, 1), self.view)
-        if not victims:
-            return False
-        for page_id, to in victims:
-            if self._is_evictable(page_id):  # an eviction before it may have changed that
-                self.mover.evict(self.table.pages[page_id], to)
-        self.drain()
-        return True
-
-    def _is_evictable(self, page_id: int) -> bool:
-        # Making room on the host for another victim has bound it elsewhere.
-        self.view.bind(Tier.DEVICE)
-        return self.view.evictable(page_id)
-
     def evict_for_retry(self) -> bool:
         """Frees what it can after the device refused an operation that is about to run again."""
         self.drain()
         try:
-            return self._evict_some(max(1, self.table.device_used_bytes // 8)) or self._evict_some(
-                1
-            )
+            return self.evictor.evict_some(self.table.device_used_bytes // 8)
         except TransferError:
             return False  # the caller's error is the one that counts
-
-    def _wait(self) -> None:
-        """Gives up the lock until a pin ends; what this thread runs keeps its operands by pins."""
-        mine, self.running = self.running, []
-        held = [page for pages in mine for page in pages if page.is_on_device]
-        for page in held:
-            page.pins += 1
-        try:
-            self._released.wait(timeout=1.0)
-        finally:
-            for page in held:
-                page.pins -= 1
-            self.running = mine
-            self.drain()
 
     def evict_all(self) -> int:
         """Evicts every page that can go and has room below; returns the bytes freed. Blocks."""
         with self.lock:
+            self.holds.poll()
             self.drain()
             before = self.table.device_used_bytes
-            while self.mover.settle_any():
+            while self.flight.settle_any():
                 pass
-            self.view.in_use = {page.id for pages in self.running for page in pages}
             self.device_policy.replay()
             for page in list(self.table.pages.values()):
-                if self._is_evictable(page.id):
+                if self.evictor.may_leave(page.id):
                     try:
                         self.mover.evict(page)
                     except TransferError as error:
                         if error.errno != errno.ENOSPC:
                             raise
+            while self.flight.settle_any():
+                pass
             return before - self.table.device_used_bytes
 
     # --- pins ------------------------------------------------------------------------------------
@@ -391,14 +329,13 @@ class DemandPager:
         """Forbids eviction of resident pages until `unpin`; other threads' requests wait for it."""
         for page in pages:
             page.pins += 1
-            self.num_transient_pins += 1
+            self.reservations.pinned(1)
 
     def unpin(self, pages: Iterable[Page]) -> None:
         with self.lock:
             for page in pages:
                 page.pins -= 1
-                self.num_transient_pins -= 1
-            self._released.notify_all()
+                self.reservations.pinned(-1)
 
     def hold(self, page: Page) -> None:
         """Forbids eviction beyond any one operation (an exported array, an escaped pointer)."""
@@ -418,6 +355,7 @@ class DemandPager:
     def check_invariants(self) -> None:
         """Raises AssertionError if the books contradict docs/states.md. O(pages)."""
         with self.lock:
+            self.flight.reap()
             self.drain()
             check_table(self.table)
             for policy in self.policies.values():
@@ -426,7 +364,7 @@ class DemandPager:
     def close(self) -> None:
         """Waits for all transfers and closes the backend; bytes below the device are gone."""
         with self.lock:
-            while self.mover.settle_any():
+            while self.flight.settle_any():
                 pass
             self.drain()
             self.backend.close()

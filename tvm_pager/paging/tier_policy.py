@@ -17,7 +17,8 @@ __all__ = ["JOURNAL_LIMIT", "TierPolicy"]
 
 # Replaying the journal costs as much whenever it is done; the bound only keeps it from holding
 # memory.
-JOURNAL_LIMIT = 256
+JOURNAL_LIMIT = 80  # operations
+_USES_LIMIT = 256  # of pages, outside operations
 
 
 class TierPolicy:
@@ -43,8 +44,10 @@ class TierPolicy:
         self.tier = tier
         self.policy = policy
         self.num_errors = 0
-        # Pages used since the last replay; the dispatch appends directly.
-        self.journal: list[Page] = []
+        # What was used since the last replay: first outside operations, then by each operation and
+        # after it. The dispatch appends directly.
+        self.journal: list[list[Page]] = [[]]
+        self.num_replayed = 0  # operations
         self._bit = 1 << tier
         self._known: dict[int, Page] = {}
         self._make_fallback = make_fallback
@@ -53,7 +56,10 @@ class TierPolicy:
 
     def used(self, page: Page) -> None:
         """The page is resident in the tier and was used (or has just arrived)."""
-        self.journal.append(page)
+        uses = self.journal[-1]
+        uses.append(page)
+        if len(uses) > _USES_LIMIT:
+            self.replay()
 
     def removed(self, page: Page) -> None:
         """The page has left the tier. Entries of it in the journal are void from now on."""
@@ -64,25 +70,38 @@ class TierPolicy:
 
     def replay(self) -> None:
         """Tells the policy everything up to now, in order."""
-        journal, self.journal = self.journal, []
+        operations, self.journal = self.journal, [[]]
+        journal = [page for pages in operations for page in pages]
+        if self.tier is Tier.DEVICE:
+            self._stamp(operations)
         bit, dead = self._bit, PageState.DEAD
-        index, hook = 0, ""
-        while index < len(journal):
+        inserted: Page | None = None
+        uses = iter(journal)
+        while True:
             on_access = self.policy.on_access
             try:
-                for index in range(index, len(journal)):  # noqa: B020 - goes on after the entry that raised
-                    page = journal[index]
+                for page in uses:
                     if page.known_to & bit:
-                        hook = "on_access"
                         on_access(page.id)
                     elif page.state is not dead and self._is_resident(page):
-                        hook = "on_insert"
+                        inserted = page
                         page.known_to |= bit
                         self._known[page.id] = page
                         self.policy.on_insert(page.id)
+                        inserted = None
+                return
             except Exception as error:  # whatever a policy does, training goes on
-                self._blame(hook, error)
+                # `uses` goes on after the page at which it raised.
+                self._blame("on_access" if inserted is None else "on_insert", error)
+                inserted = None
+
+    def _stamp(self, operations: list[list[Page]]) -> None:
+        index = self.num_replayed
+        for pages in operations:
+            for page in pages:
+                page.last_use = index
             index += 1
+        self.num_replayed = index - 1
 
     def trim(self) -> None:
         """Replays if the journal has grown long."""

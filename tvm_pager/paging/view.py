@@ -42,16 +42,18 @@ class PagerView:
 
     def evictable(self, page_id: int) -> bool:
         page = self._table.pages.get(page_id)
-        if page is None or page.tickets:
+        if page is None:
             return False
         if self._tier is Tier.DEVICE:
             return (
-                page.state is PageState.RESIDENT
+                (page.state is PageState.RESIDENT or page.state is PageState.WRITING_BACK)
                 and page.backing is not Backing.NONE
                 and not page.pins
                 and page.nbytes > 0
                 and page_id not in self.in_use
             )
+        if page.tickets:
+            return False
         if page.state is PageState.RESIDENT:
             return True  # the device has the bytes, so the host's frames are redundant
         if page.state is not PageState.EVICTED:

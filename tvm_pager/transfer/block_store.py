@@ -28,7 +28,7 @@ from tvm_pager.transfer.pieces import NVME_ALIGNMENT
 from tvm_pager.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence, Sized
 
     from tvm_pager.transfer.swap_file import SwapFile
 
@@ -111,7 +111,7 @@ def spans(file_offset: int, buffers: Sequence[memoryview], max_bytes: int) -> It
         yield Span(file_offset, tuple(gathered), filled)
 
 
-def check_range(file: SwapFile, file_offset: int, buffers: Sequence[memoryview]) -> int:
+def check_range(file: SwapFile, file_offset: int, buffers: Sequence[Sized]) -> int:
     """Gives the bytes in `buffers`.
 
     Raises:
@@ -152,13 +152,13 @@ def open_block_store(
     Raises:
         ConfigError: the engine is unknown, or asked for by name and not usable here.
     """
-    from tvm_pager.transfer import kvikio, posix
+    from tvm_pager.transfer import gpu_direct, kvikio, posix
 
     notices: list[str] = []
     if engine not in ("auto", "posix", "kvikio"):
         raise ConfigError(f"engine={engine!r}: known are auto, posix, kvikio")
     if engine == "kvikio" or (engine == "auto" and on_gpu):
-        is_usable, reason = kvikio.probe()
+        is_usable, reason = kvikio.probe(gds=on_gpu and gpu_direct.is_offered()[0])
         if is_usable:
             try:
                 return kvikio.KvikioStore(file, num_threads=num_threads), notices

@@ -1,166 +1,107 @@
 """Copies between a page's device memory and the host slab: by the CPU, or by a CUDA stream.
 
-Both copiers work in turns: `begin`, any number of `to_host` and `to_device`, `finish`. All bytes
-have arrived, and the source may be reused, when `finish` returns; it is also what ends a turn that
-failed.
-
 [Note: The storage, not the tensor]
-    Copies go to `storage` itself, past every tensor that views it: no version counter moves, no
-    mode or subclass is asked, gradients do not notice. On the CPU that is a plain memmove: 0.4 us
-    below 4 KiB, where `copy_` and its alias take 5 us, and 10 GB/s above. Torch's threads gain a
-    third from 1 MiB on, but only on idle cores: on busy ones they wait for each other (1 MiB: 25 us
-    against 24 ms).
+    Copies go to `storage` itself, by address, past every tensor that views it: no version counter
+    moves, no mode or subclass is asked, gradients do not notice. On the CPU that is a plain
+    memmove: 0.4 us below 4 KiB, where `copy_` and its alias take 5 us, and 10 GB/s above. Torch's
+    threads gain a third from 1 MiB on, but only on idle cores: on busy ones they wait for each
+    other (1 MiB: 25 us against 24 ms).
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Protocol
+import functools
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from tvm_pager.transfer.raw_bytes import RawDispatch, raw_alias
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tvm_pager.transfer.slab import HostSlab
 
-__all__ = ["Copier", "CpuCopier", "CudaCopier", "stream_of"]
+__all__ = ["Copier", "CpuCopier", "CudaCopier", "SlabRange", "stream_of"]
+
+
+class SlabRange(NamedTuple):
+    """Bytes of a slab."""
+
+    slab: HostSlab
+    offset: int
+    nbytes: int
 
 
 class Copier(Protocol):
-    """Moves bytes between storages on one device and slabs. Ranges are in bytes."""
+    """Moves bytes between a storage and a slab."""
 
-    def begin(self, after: tuple[object, ...]) -> None:
-        """Starts a turn whose copies come after the work queued on the executors in `after`."""
-
-    def to_host(
-        self,
-        storage: torch.UntypedStorage,
-        page_offset: int,
-        slab: HostSlab,
-        offset: int,
-        nbytes: int,
+    def copy(
+        self, storage: torch.UntypedStorage, page_offset: int, place: SlabRange, *, down: bool
     ) -> None:
-        """Queues a copy from the storage to the slab."""
-
-    def to_device(
-        self,
-        storage: torch.UntypedStorage,
-        page_offset: int,
-        slab: HostSlab,
-        offset: int,
-        nbytes: int,
-    ) -> None:
-        """Queues a copy from the slab to the storage."""
+        """Copies, or queues a copy: from the storage to `place`, or back."""
 
     def finish(self) -> None:
-        """Blocks until the copies queued so far in this turn have arrived. Releases the GIL."""
-
-    def drain(self, after: tuple[object, ...]) -> None:
-        """Blocks until the work queued on the executors in `after` has ended."""
+        """Blocks until the copies queued so far have arrived. Releases the GIL."""
 
 
 class CpuCopier:
     """Copies in the calling thread, at once: CPU tensors stand in for a device."""
 
-    def begin(self, after: tuple[object, ...]) -> None:
-        """Does nothing: the CPU has no executors."""
-
-    def to_host(
-        self,
-        storage: torch.UntypedStorage,
-        page_offset: int,
-        slab: HostSlab,
-        offset: int,
-        nbytes: int,
+    def copy(
+        self, storage: torch.UntypedStorage, page_offset: int, place: SlabRange, *, down: bool
     ) -> None:
         address = storage.data_ptr() + page_offset
-        for target, size in slab.addresses(offset, nbytes):
-            ctypes.memmove(target, address, size)  # releases the GIL
-            address += size
-
-    def to_device(
-        self,
-        storage: torch.UntypedStorage,
-        page_offset: int,
-        slab: HostSlab,
-        offset: int,
-        nbytes: int,
-    ) -> None:
-        address = storage.data_ptr() + page_offset
-        for source, size in slab.addresses(offset, nbytes):
-            ctypes.memmove(address, source, size)
+        for there, size in place.slab.addresses(place.offset, place.nbytes):
+            target, source = (there, address) if down else (address, there)
+            ctypes.memmove(target, source, size)  # releases the GIL
             address += size
 
     def finish(self) -> None:
         """Does nothing: copies end before they return."""
 
-    def drain(self, after: tuple[object, ...]) -> None:
-        """Does nothing: the CPU has no executors."""
-
 
 class CudaCopier:
-    """Copies on the stream that is current in the calling thread, which then waits for them.
+    """Copies on a CUDA stream; slab memory must be page-locked.
 
-    Device memory belongs to the stream that was current when it was allocated, so a fetch into
-    memory allocated on another stream must name that one in `after`.
+    The driver is called by address: 2 us a copy, where `copy_` under a stream's context takes 30,
+    and a step under pressure makes thousands.
+
+    Args:
+        stream: carries the copies.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._handle = ctypes.c_void_p(stream.cuda_stream)
+        driver = ctypes.CDLL("libcuda.so.1")
+        self._up = driver.cuMemcpyHtoDAsync_v2
+        self._up.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        self._down = driver.cuMemcpyDtoHAsync_v2
+        self._down.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
 
-    def begin(self, after: tuple[object, ...]) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        for executor in after:
-            other = stream_of(executor, self._device)
-            if other.cuda_stream != stream.cuda_stream:
-                stream.wait_stream(other)
-
-    def to_host(
-        self,
-        storage: torch.UntypedStorage,
-        page_offset: int,
-        slab: HostSlab,
-        offset: int,
-        nbytes: int,
+    def copy(
+        self, storage: torch.UntypedStorage, page_offset: int, place: SlabRange, *, down: bool
     ) -> None:
-        with torch.cuda.device(self._device), RawDispatch():
-            for view, part in _pairs(storage, self._device, page_offset, slab.view(offset, nbytes)):
-                view.copy_(part, non_blocking=True)
+        address = storage.data_ptr() + page_offset
+        for there, size in place.slab.addresses(place.offset, place.nbytes):
+            if self._move(address, there, size, down=down):
+                # A thread that has not used this device yet has no context, or another one's.
+                with torch.cuda.device(self.stream.device):
+                    code = self._move(address, there, size, down=down)
+                if code:
+                    raise RuntimeError(f"CUDA error {code} copying {size} bytes, {down=}")
+            address += size
 
-    def to_device(
-        self,
-        storage: torch.UntypedStorage,
-        page_offset: int,
-        slab: HostSlab,
-        offset: int,
-        nbytes: int,
-    ) -> None:
-        with torch.cuda.device(self._device), RawDispatch():
-            for view, part in _pairs(storage, self._device, page_offset, slab.view(offset, nbytes)):
-                part.copy_(view, non_blocking=True)
+    def _move(self, address: int, there: int, nbytes: int, *, down: bool) -> int:
+        if down:
+            return int(self._down(there, address, nbytes, self._handle))
+        return int(self._up(address, there, nbytes, self._handle))
 
     def finish(self) -> None:
-        with torch.cuda.device(self._device):
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
-            event.synchronize()
-
-    def drain(self, after: tuple[object, ...]) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        others = [stream_of(executor, self._device) for executor in after]
-        for other in others:
-            if other.cuda_stream != stream.cuda_stream:
-                stream.wait_stream(other)
-        # One executor that is the current stream is ordered by the allocator itself. With several,
-        # memory goes back to the pool of one while another may still read it.
-        for other in others:
-            if len(others) > 1 or other.cuda_stream != stream.cuda_stream:
-                other.synchronize()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self.stream)
+        event.synchronize()
 
 
+@functools.lru_cache(maxsize=64)
 def stream_of(executor: object, device: torch.device) -> torch.cuda.Stream:
     """Gives the stream behind an executor: a stream, or the raw handle of one."""
     if isinstance(executor, torch.cuda.Stream):
@@ -170,13 +111,3 @@ def stream_of(executor: object, device: torch.device) -> torch.cuda.Stream:
     if executor == 0:
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(executor, device)  # type: ignore[no-untyped-call]
-
-
-def _pairs(
-    storage: torch.UntypedStorage, device: torch.device, offset: int, views: list[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Gives each view with its bytes of the storage. To be consumed in `RawDispatch`."""
-    raw = raw_alias(storage, device)
-    for view in views:
-        yield view, raw[offset : offset + len(view)]
-        offset += len(view)

@@ -1,4 +1,6 @@
-"""Engine `kvikio`: the swap file through NVIDIA's library, for GPU machines. Host buffers only.
+"""Engine `kvikio`: the swap file through NVIDIA's library, for GPU machines.
+
+Host buffers, and device memory for the direct route.
 
 Importing this module neither imports kvikio nor needs it; `probe` says whether it can be used.
 
@@ -44,8 +46,9 @@ def probe(*, gds: bool = False) -> tuple[bool, str]:
         gds: leave kvikio's compatibility mode as the environment says, so that GPUDirect can be
             used. Only on a machine with a GPU; see [Note: What kvikio does not do].
     """
-    if importlib.util.find_spec("kvikio") is None:
-        return False, "the package kvikio is not installed"
+    with contextlib.suppress(ImportError, ValueError):  # what cannot tell is imported below
+        if importlib.util.find_spec("kvikio") is None:
+            return False, "the package kvikio is not installed"
     try:
         ctypes.CDLL(_DRIVER)
     except OSError as error:
@@ -174,6 +177,17 @@ class KvikioStore:
     def read(self, file_offset: int, buffers: Sequence[memoryview]) -> KvikioCompletion:
         return self._submit("reading", file_offset, buffers)
 
+    def write_device(self, file_offset: int, parts: Sequence[Any]) -> KvikioCompletion:
+        """Starts writing device memory, uint8 tensors one after the other; otherwise as `write`.
+
+        The caller has waited for the work that fills them: kvikio knows no streams.
+        """
+        return self._start("writing", file_offset, parts)
+
+    def read_device(self, file_offset: int, parts: Sequence[Any]) -> KvikioCompletion:
+        """Starts filling device memory; what it has read is there for every stream when done."""
+        return self._start("reading", file_offset, parts)
+
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
@@ -190,8 +204,11 @@ class KvikioStore:
             self._in_flight.discard(completion)
 
     def _submit(self, verb: str, offset: int, buffers: Sequence[memoryview]) -> KvikioCompletion:
-        nbytes = check_range(self.file, offset, buffers)
         arrays = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers if len(buffer)]
+        return self._start(verb, offset, arrays)
+
+    def _start(self, verb: str, offset: int, arrays: Sequence[Any]) -> KvikioCompletion:
+        nbytes = check_range(self.file, offset, arrays)
         completion = KvikioCompletion(self, [self._handle, *arrays], (verb, offset, nbytes))
         with self._lock:
             if self._is_closed:

@@ -7,9 +7,17 @@ own.
 [Note: Order]
     A transfer reads its source and writes its destination at some moment between `submit` and the
     completion of its ticket. Neither range may be reused, released or written before the ticket is
-    done, also when nobody wants the result any more. Tickets of one lane complete in the order in
-    which they were submitted; tickets of different lanes are not ordered. A backend may complete a
-    ticket inside `submit`.
+    done, also when nobody wants the result any more. Tickets complete in any order: a lane serves
+    the most urgent transfer first, in chunks. A backend may complete a ticket inside `submit`.
+
+[Note: Stream order]
+    Where executors are queues of a device (CUDA streams), host and device are ordered apart. A
+    ticket is *certain* when all its copies are queued on the device, so that nothing but the loss
+    of the device can make it fail. Device memory that a certain ticket reads may be released in
+    stream order (`release_device`), and device memory that it fills may be used in stream order
+    (`order`): neither blocks the host. What lies on the host is not in that order: host frames may
+    be reused only when the ticket is done. Where there is no such queue both block until the ticket
+    is done, and the pager cannot tell.
 """
 
 from __future__ import annotations
@@ -21,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from tvm_pager.errors import TransferError
 
-__all__ = ["Backend", "Checker", "Lane", "Piece", "Recipe", "Ticket", "Transfer"]
+__all__ = ["Backend", "Checker", "Lane", "Piece", "Priority", "Recipe", "Ticket", "Transfer"]
 
 
 class Lane(enum.Enum):
@@ -34,6 +42,14 @@ class Lane(enum.Enum):
     D2N = "d2n"
     N2D = "n2d"
     R2D = "r2d"  # computed again on the device; moves nothing
+
+
+class Priority(enum.IntEnum):
+    """How urgent a transfer is; the smaller goes first. A lane keeps the order within one."""
+
+    FAULT = 0  # an operation waits for it
+    WRITE_BACK = 1  # makes room that will be wanted
+    PREFETCH = 2  # may be wanted later
 
 
 class Recipe(Protocol):
@@ -61,14 +77,16 @@ class Piece(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Transfer:
     """A copy of part of one page along one lane."""
 
     page_id: int
     lane: Lane
     pieces: tuple[Piece, ...]
-    memory: object | None  # the page's device memory, opaque to the pager; None on H2N and N2H
+    # The page's device memory, opaque to the pager; None on H2N and N2H. Its ticket lets go of it
+    # as soon as memory that dies could no longer be reused too early.
+    memory: object | None
     # Executors (CUDA streams) whose queued work on `memory` comes first.
     after: tuple[object, ...] = ()
     # On N2D: the backend's name for a file that stands in for the swap file. On R2D: a `Recipe`.
@@ -86,14 +104,18 @@ class Ticket(Protocol):
     transfer: Transfer
     error: TransferError | None
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether it can fail no more; see [Note: Stream order]. Never blocks."""
+
     def done(self) -> bool:
         """Whether the transfer has ended, well or not. Never blocks."""
 
     def wait(self) -> None:
-        """Blocks until the transfer has ended.
+        """Blocks until the transfer has ended, which a waiting fault makes urgent.
 
         Raises:
-            TransferError: if it failed, at each call.
+            TransferError: if it failed or was cancelled, at each call.
         """
 
 
@@ -125,17 +147,61 @@ class Backend(Protocol):
                 unchanged.
         """
 
-    def release_device(self, memory: object, after: tuple[object, ...] = ()) -> None:
-        """Takes the device memory away once all work queued on executors in `after` has used it."""
+    def release_device(
+        self,
+        memory: object,
+        after: tuple[object, ...] = (),
+        tickets: tuple[Ticket, ...] = (),
+        executor: object | None = None,
+    ) -> None:
+        """Takes the device memory away once its last users have ended.
 
-    def submit(self, transfer: Transfer) -> Ticket:
+        Args:
+            memory: what `allocate_device` or an operation allocated, in the pool of `executor`.
+            after: executors whose queued work uses it.
+            tickets: transfers that read it, all of them certain.
+            executor: see `allocate_device`.
+        """
+
+    def submit(self, transfer: Transfer, priority: Priority = Priority.FAULT) -> Ticket:
         """Queues a copy and returns at once or when it is done.
 
         Failures surface in the ticket, never here.
         """
 
+    def order(self, ticket: Ticket, executors: tuple[object, ...]) -> None:
+        """Lets work that is queued on `executors` from now on find the ticket done.
+
+        Blocks until the ticket is certain, or done where there is no stream order.
+
+        Raises:
+            TransferError: it has failed.
+        """
+
+    def promote(self, ticket: Ticket, priority: Priority) -> None:
+        """Makes a queued transfer more urgent; it never becomes less so. Never blocks."""
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Stops a transfer that has not begun: True, and it ends with `errno.ECANCELED`.
+
+        Never blocks. What has begun goes on: bytes in flight cannot be called back.
+        """
+
+    def poll(self) -> None:
+        """Lets queued transfers go on. Cheap, never blocks; to be called often."""
+
     def device_overhead_bytes(self) -> int:
         """Device bytes in use that are not pages (workspaces, unpaged tensors); 0 where unknown."""
+
+    def host_border(self, nbytes: int) -> int:
+        """The largest capacity not above `nbytes` to which the host tier can shrink. Bytes."""
+
+    def resize_host(self, nbytes: int) -> None:
+        """Changes `host_capacity_bytes`. The caller has emptied what lies beyond `host_border`.
+
+        Raises:
+            TransferError: the system refuses memory, or to unlock it.
+        """
 
     def close(self) -> None:
         """Waits for all tickets, then frees slab, file and threads. Idempotent."""

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING
 
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer.pieces import HOST_ALIGNMENT, NVME_ALIGNMENT, check_pieces, nvme_runs
-from tvm_pager.transfer.protocol import Lane
+from tvm_pager.transfer.protocol import Lane, Priority
 from tvm_pager.units import align_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tvm_pager.transfer.protocol import Transfer
+    from tvm_pager.transfer.protocol import Ticket, Transfer
 
 __all__ = ["POISON", "RamBackend", "RamMemory", "RamTicket"]
 
@@ -57,6 +57,7 @@ class RamTicket:
 
     __slots__ = (
         "_backend",
+        "_delivered",
         "_failure",
         "_is_done",
         "_moments",
@@ -79,9 +80,14 @@ class RamTicket:
         self.block = block  # captured at submit, as a copy engine captures an address
         self._backend = backend
         self._failure = failure
+        self._delivered: bytes | None = None
         self._is_done = False
         self._moments = moments  # still to come, of: first half, second half, end
         self._num_ticks = 0
+
+    @property
+    def is_certain(self) -> bool:
+        return self._failure is None
 
     def done(self) -> bool:
         if not self._is_done:
@@ -100,12 +106,34 @@ class RamTicket:
         while len(self._moments) > 1 and self._moments[0] < self._num_ticks:
             is_second = len(self._moments) == 2
             del self._moments[0]
-            if not is_second or self._failure is None:  # a failure leaves the job half done
+            if self._delivered is not None:
+                if self._backend.source_of(self) != self._delivered:
+                    self._backend.hazards.append(f"source of {self.transfer} changed in flight")
+            elif not is_second or self._failure is None:  # a failure leaves the job half done
                 self._backend.copy_half(self, is_second=is_second)
+
+    def deliver(self) -> None:
+        """Lets the device have the bytes now, as work queued behind the copy will find them.
+
+        The source is looked at again at the copy's own moments.
+        """
+        if self._delivered is None and len(self._moments) > 1:
+            for is_second in (False, True):
+                self._backend.copy_half(self, is_second=is_second)
+            self._delivered = self._backend.source_of(self)
+        self.block = None
+
+    def cancel(self) -> bool:
+        """Ends it if nothing has moved yet."""
+        if len(self._moments) < 3 or self._delivered is not None or self._is_done:
+            return False
+        self._failure = TransferError(f"{self.transfer} was cancelled", errno.ECANCELED)
+        self._moments = []
+        self.end()
+        return True
 
     @property
     def is_due(self) -> bool:
-        """Whether it may end, once those before it in its lane have."""
         return len(self._moments) == 1 and self._moments[0] < self._num_ticks
 
     def end(self) -> None:
@@ -126,6 +154,8 @@ class RamBackend:
             empty.
         fail: gives the errno with which a transfer shall fail, or None.
         device_capacity: bytes of device memory; None for no limit.
+        in_order: whether device memory is released and used in stream order, as on CUDA, or only
+            when tickets are done; see [Note: Stream order] in protocol.py.
 
     Attributes:
         host: the host tier's bytes.
@@ -149,6 +179,7 @@ class RamBackend:
         max_delay: int = 4,
         fail: Callable[[Transfer], int | None] | None = None,
         device_capacity: int | None = None,
+        in_order: bool = False,
     ) -> None:
         self.host_capacity_bytes = host_capacity
         self.nvme_capacity_bytes = nvme_capacity
@@ -161,6 +192,8 @@ class RamBackend:
         self.device_bytes = 0
         self.is_closed = False
         self._device_capacity = device_capacity
+        self._in_order = in_order
+        self._leaving: list[tuple[bytearray, list[RamTicket]]] = []  # released, still being read
         self._fail = fail
         self._failures: dict[Lane, deque[int]] = {lane: deque() for lane in Lane}
         self._num_refusals = 0
@@ -192,8 +225,13 @@ class RamBackend:
         for ticket in self.pending:
             ticket.advance()
         for queue in self._queues.values():
-            while queue and queue[0].is_due:
-                queue.popleft().end()
+            for ticket in [ticket for ticket in queue if ticket.is_due]:
+                queue.remove(ticket)
+                ticket.end()
+        for block, tickets in list(self._leaving):
+            if not any(ticket in queue for queue in self._queues.values() for ticket in tickets):
+                self._leaving.remove((block, tickets))
+                self._recycle(block)
 
     # --- Backend ---------------------------------------------------------------------------------
 
@@ -212,19 +250,35 @@ class RamBackend:
         _poison(memory.data)
         self.device_bytes += nbytes
 
-    def release_device(self, memory: object, after: tuple[object, ...] = ()) -> None:
+    def release_device(
+        self,
+        memory: object,
+        after: tuple[object, ...] = (),
+        tickets: tuple[Ticket, ...] = (),
+        executor: object | None = None,
+    ) -> None:
         memory = _ram(memory)
         block = memory.data
+        known = [ticket for ticket in map(_ram_ticket, tickets) if not ticket.done()]
+        if not self._in_order:
+            for ticket in known:
+                ticket.wait()
         for ticket in self.pending:
-            if ticket.block is block and block:
+            if ticket.block is block and block and ticket not in known:
                 self.hazards.append(f"device memory of {ticket.transfer} released in flight")
-        _poison(block)
         self.device_bytes -= len(block)
+        memory.data = bytearray()
+        if known and self._in_order:
+            self._leaving.append((block, known))
+        else:
+            self._recycle(block)
+
+    def _recycle(self, block: bytearray) -> None:
+        _poison(block)
         if block:
             self._pool.setdefault(len(block), []).append(block)
-        memory.data = bytearray()
 
-    def submit(self, transfer: Transfer) -> RamTicket:
+    def submit(self, transfer: Transfer, priority: Priority = Priority.FAULT) -> RamTicket:
         block = None
         if "d" in transfer.lane.value:
             block = _ram(transfer.memory).data
@@ -245,6 +299,35 @@ class RamBackend:
         if moments[-1] == 0:
             self.tick()
         return ticket
+
+    def order(self, ticket: Ticket, executors: tuple[object, ...]) -> None:
+        ticket = _ram_ticket(ticket)
+        if self._in_order and ticket.is_certain:
+            ticket.deliver()
+        else:
+            ticket.wait()
+
+    def promote(self, ticket: Ticket, priority: Priority) -> None:
+        """Does nothing: moments are random, and a test may not count on them."""
+
+    def cancel(self, ticket: Ticket) -> bool:
+        ticket = _ram_ticket(ticket)
+        if not ticket.cancel():
+            return False
+        self._queues[ticket.transfer.lane].remove(ticket)
+        return True
+
+    def poll(self) -> None:
+        """Does nothing: the clock moves elsewhere."""
+
+    def host_border(self, nbytes: int) -> int:
+        return min(nbytes, self.host_capacity_bytes) // 4096 * 4096
+
+    def resize_host(self, nbytes: int) -> None:
+        del self.host[self.host_border(nbytes) :]
+        nbytes = nbytes // 4096 * 4096
+        self.host.extend(bytes([POISON]) * (nbytes - len(self.host)))
+        self.host_capacity_bytes = nbytes
 
     def device_overhead_bytes(self) -> int:
         return 0
@@ -275,9 +358,7 @@ class RamBackend:
     def copy_half(self, ticket: RamTicket, *, is_second: bool) -> None:
         """Moves one half of a ticket's bytes, and in the second half what an engine pads."""
         transfer = ticket.transfer
-        source, target = self._ends(transfer.lane, ticket.block)
-        if transfer.source is not None:
-            source = bytearray(transfer.source)
+        source, target = self._ends(transfer, ticket.block)
         half = transfer.nbytes // 2
         begin, end = (half, transfer.nbytes) if is_second else (0, half)
         at = 0
@@ -293,10 +374,22 @@ class RamBackend:
                 padded = min(align_up(stop, NVME_ALIGNMENT), self.nvme_capacity_bytes)
                 target[stop:padded] = bytes([POISON]) * (padded - stop)
 
-    def _ends(self, lane: Lane, block: bytearray | None) -> tuple[bytearray, bytearray]:
+    def source_of(self, ticket: RamTicket) -> bytes:
+        """The bytes that a ticket has to move, as they are now."""
+        source, _ = self._ends(ticket.transfer, None)
+        return b"".join(
+            source[piece.src_offset : piece.src_offset + piece.nbytes]
+            for piece in ticket.transfer.pieces
+        )
+
+    def _ends(
+        self, transfer: Transfer, block: bytearray | None
+    ) -> tuple[bytes | bytearray, bytearray]:
+        lane = transfer.lane.value
         sides = {"d": block if block is not None else bytearray(), "h": self.host, "n": self.nvme}
-        sides["r"] = bytearray()  # always a `source`, here the bytes themselves
-        return sides[lane.value[0]], sides[lane.value[2]]
+        if transfer.source is not None:  # here the bytes themselves
+            return transfer.source, sides[lane[2]]
+        return sides[lane[0]], sides[lane[2]]
 
     # --- checks ----------------------------------------------------------------------------------
 
@@ -331,12 +424,20 @@ def _ranges(transfer: Transfer, block: bytearray | None) -> Iterator[tuple[objec
         ):
             is_source = side in "nr" and transfer.source is not None
             place: object = id(block) if side == "d" else id(transfer.source) if is_source else side
+            if side == "d" and block is None:
+                continue  # delivered: from here on the device's own order counts
             is_write = side == transfer.lane.value[2]
             yield place, offset, offset + piece.nbytes, is_write
 
 
 def _poison(block: bytearray) -> None:
     block[:] = bytes([POISON]) * len(block)
+
+
+def _ram_ticket(ticket: object) -> RamTicket:
+    if not isinstance(ticket, RamTicket):
+        raise AssertionError(f"{type(ticket).__name__} is no RamTicket")
+    return ticket
 
 
 def _ram(memory: object) -> RamMemory:

@@ -88,13 +88,12 @@ class SwapFile:
         margin_bytes: int | None = None,
         direct: bool = True,
     ) -> None:
+        self._direct_fd = self._fd = -1
         self.directory = os.path.abspath(directory)
         self.nbytes = nbytes // _BLOCK_BYTES * _BLOCK_BYTES
         self.io: Literal["direct", "buffered"] = "buffered"
         self.memory_alignment = 1
         self.notices: list[str] = []
-        self._direct_fd = -1
-        self._fd = -1
         self._lock = threading.Lock()
         if self.nbytes <= 0:
             raise ConfigError(
@@ -170,6 +169,10 @@ class SwapFile:
             if fd >= 0:
                 os.close(fd)
         self._direct_fd = self._fd = -1
+
+    def __del__(self) -> None:
+        """Frees the space of a pager that was forgotten; I/O in flight holds the file."""
+        self.close()
 
     def _checked(self, fd: int) -> int:
         if fd < 0:

@@ -1,19 +1,18 @@
-"""The backend of real runs: torch storages on a device, the host slab, the swap file. Synchronous.
+"""The backend of real runs: torch storages on a device, the host slab, the swap file.
 
-Owns slab, staging, swap file, block store. `submit` returns when the bytes have arrived.
+Owns slab, staging, swap file, block store and lanes.
 
-[Note: Staging]
-    Between device and NVMe bytes go through staging buffers: one for each direction, inside the
-    host budget but outside the page space, so that a full slab cannot stop them. Longer transfers
-    go through in chunks. Between slab and NVMe the engine reads and writes the slab itself.
+[Note: Lanes]
+    Copies between device and slab are queued on a CUDA stream for each direction; on the CPU
+    stand-in a thread for each direction makes them. What touches the disk has one thread for each
+    direction, because its steps wait: between device and NVMe bytes go through staging, between
+    slab and NVMe the engine reads and writes the slab itself. No lane waits for another one's
+    queue: copies of the disk's lanes have streams of their own.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import threading
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,70 +21,32 @@ import torch
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer.block_store import measure, open_block_store
 from tvm_pager.transfer.device_copy import CpuCopier, CudaCopier, stream_of
-from tvm_pager.transfer.pieces import HOST_ALIGNMENT, NVME_ALIGNMENT, check_pieces, nvme_runs
-from tvm_pager.transfer.protocol import Lane, Piece, Transfer
+from tvm_pager.transfer.direct_route import choose_direct
+from tvm_pager.transfer.lane_queue import LaneTicket
+from tvm_pager.transfer.options import TorchBackendOptions
+from tvm_pager.transfer.pieces import HOST_ALIGNMENT, NVME_ALIGNMENT, check_pieces
+from tvm_pager.transfer.protocol import Lane, Piece, Priority, Transfer
 from tvm_pager.transfer.raw_bytes import RawDispatch, raw_alias
+from tvm_pager.transfer.region import CudaLocker
+from tvm_pager.transfer.routes import Routes
 from tvm_pager.transfer.slab import HostSlab
 from tvm_pager.transfer.staging import Staging, staging_bytes
+from tvm_pager.transfer.stream_lane import StreamLane
 from tvm_pager.transfer.swap_file import SwapFile
+from tvm_pager.transfer.thread_lane import ThreadLane
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from tvm_pager.transfer.block_store import BlockStore
     from tvm_pager.transfer.device_copy import Copier
-    from tvm_pager.transfer.slab import PageLocker
+    from tvm_pager.transfer.protocol import Ticket
 
-__all__ = ["CompletedTicket", "TorchBackend", "TorchBackendOptions"]
+__all__ = ["TorchBackend", "TorchBackendOptions"]
 
 _LOGGER = logging.getLogger(__name__)
 _NO_DEVICE = frozenset({Lane.H2N, Lane.N2H})
 _MIN_FILE_BYTES, _MAX_FILE_BYTES = 1 << 20, 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class TorchBackendOptions:
-    """What tests and unusual machines set. Sizes in bytes.
-
-    Attributes:
-        staging_bytes: of one direction; None for a sixteenth of the host budget, at most 32 MiB.
-        region_bytes: see `HostSlab`.
-        page_lock: None: where the device is CUDA.
-        locker: see `HostSlab`.
-        margin_bytes: see `SwapFile`.
-        direct: see `SwapFile`.
-        num_threads: I/O depth.
-        measure: whether the block store is tried and measured at start; costs 30 ms.
-        wrap_store: puts something between backend and block store, such as a store that fails.
-    """
-
-    staging_bytes: int | None = None
-    region_bytes: int = 1 << 30
-    page_lock: bool | None = None
-    locker: PageLocker | None = None
-    margin_bytes: int | None = None
-    direct: bool = True
-    num_threads: int = 4
-    measure: bool = True
-    wrap_store: Callable[[BlockStore], BlockStore] | None = None
-
-
-class CompletedTicket:
-    """The ticket of a transfer that ended inside `submit`."""
-
-    __slots__ = ("error", "transfer")
-
-    def __init__(self, transfer: Transfer, error: TransferError | None) -> None:
-        self.transfer = transfer
-        self.error = error
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        if self.error is not None:
-            raise self.error.with_traceback(None)
 
 
 class TorchBackend:
@@ -101,7 +62,7 @@ class TorchBackend:
 
     Attributes:
         accounted_bytes: gives the device bytes that are pages; set by the pager.
-        notices: what the user should know, a sentence each.
+        notices: what the user should know, a sentence each; grows while it runs.
 
     Raises:
         ConfigError: a size, the directory or the engine cannot be used.
@@ -127,25 +88,25 @@ class TorchBackend:
         if is_cuda and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.accounted_bytes: Callable[[], int] = lambda: 0
-        self.notices: list[str] = []
-        self._copier: Copier = CudaCopier(self.device) if is_cuda else CpuCopier()
-        self._gate = threading.Condition()  # guards the two below
-        self._num_moving = 0
-        self._is_closed = False
+        self._notices: list[str] = []
+        self._lanes = self._make_lanes()
         stage_bytes = 0 if nvme_dir is None else staging_bytes(host_bytes, options.staging_bytes)
+        self._host_peak_bytes = 0
+        self.host_budget_bytes, self._stage_bytes = host_bytes, 2 * stage_bytes
         page_lock = is_cuda if options.page_lock is None else options.page_lock
+        # A builder's thread has no current device of its own.
+        locker = CudaLocker(self.device) if is_cuda and not options.locker else options.locker
         self._slab = HostSlab(
-            host_bytes - 2 * stage_bytes,
+            self.page_space_of(host_bytes),
             region_bytes=options.region_bytes,
             page_lock=page_lock,
-            locker=options.locker,
+            locker=locker,
         )
-        self._make_staging = partial(Staging, page_lock=page_lock, locker=options.locker)
-        self._staging = self._make_staging(stage_bytes)
+        self._make_staging = partial(Staging, page_lock=page_lock, locker=locker)
+        self._routes = Routes(self._slab, self._make_staging(stage_bytes))
         self.host_capacity_bytes = self._slab.capacity_bytes
         self.nvme_capacity_bytes = 0
         self._file: SwapFile | None = None
-        self._store: BlockStore | None = None
         try:
             if nvme_dir is not None:
                 self._open_nvme(nvme_dir, nvme_bytes, engine, options)
@@ -170,9 +131,31 @@ class TorchBackend:
                 raise
             raise MemoryError(str(error)) from error
 
-    def release_device(self, memory: object, after: tuple[object, ...] = ()) -> None:
-        self._copier.drain(after)
-        _storage(memory).resize_(0)
+    def release_device(
+        self,
+        memory: object,
+        after: tuple[object, ...] = (),
+        tickets: tuple[Ticket, ...] = (),
+        executor: object | None = None,
+    ) -> None:
+        storage = _storage(memory)
+        if not self._is_cuda:
+            for ticket in tickets:
+                ticket.wait()
+            storage.resize_(0)
+            return
+        # The memory goes back to the pool of the stream that it came from, and whoever gets it next
+        # starts on that stream: so it is that stream which waits for all the others.
+        home = stream_of(self.current_executor() if executor is None else executor, self.device)
+        for other in after:
+            stream = stream_of(other, self.device)
+            if stream.cuda_stream != home.cuda_stream:
+                home.wait_stream(stream)
+        for ticket in tickets:
+            event = _lane_ticket(ticket).event
+            if isinstance(event, torch.cuda.Event):
+                home.wait_event(event)
+        storage.resize_(0)
 
     def allocated_bytes(self) -> int:
         """Gives the device bytes that torch's allocator has handed out and not got back; CPU: 0."""
@@ -203,21 +186,51 @@ class TorchBackend:
     @property
     def host_mapped_bytes(self) -> int:
         """Host memory taken so far, staging included."""
-        return self._slab.mapped_bytes + self._staging.slab.mapped_bytes
+        return self._slab.mapped_bytes + self._routes.staging.slab.mapped_bytes
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most host memory that was taken at a time, staging included."""
+        return max(self._host_peak_bytes, self.host_mapped_bytes)
 
     @property
     def host_locked_bytes(self) -> int:
         """Page-locked memory so far, staging included."""
-        return self._slab.locked_bytes + self._staging.slab.locked_bytes
+        return self._slab.locked_bytes + self._routes.staging.slab.locked_bytes
+
+    @property
+    def notices(self) -> list[str]:
+        return self._notices + (self._file.notices if self._file is not None else [])
 
     @property
     def engine_text(self) -> str:
         """Engine, path and measured speed of the NVMe tier, for people; empty without one."""
-        store = self._store
+        store = self._routes.store
         if store is None:
             return ""
         measured = f", {store.measured}" if store.measured else ""
-        return f"{store.engine} ({store.io}){measured}"
+        route = ", device memory directly" if self._routes.direct is not None else ""
+        return f"{store.engine} ({store.io}){measured}{route}"
+
+    def host_border(self, nbytes: int) -> int:
+        return self._slab.border_below(nbytes)
+
+    def page_space_of(self, host_bytes: int) -> int:
+        """What a host budget leaves for pages, beside the staging buffers. Bytes."""
+        return host_bytes - self._stage_bytes
+
+    def build_host(self, progress: Callable[[int, int], None]) -> None:
+        """Maps and page-locks the whole slab in a thread; see `HostSlab.build_in_background`."""
+        self._slab.build_in_background(self._slab.capacity_bytes, progress)
+
+    def resize_host(self, nbytes: int) -> None:
+        self._host_peak_bytes = self.host_peak_bytes
+        border = self._slab.border_below(nbytes)
+        if border < self._slab.capacity_bytes:
+            self._slab.shrink_capacity(border)
+        self._slab.grow_capacity(nbytes)
+        self.host_capacity_bytes = self._slab.capacity_bytes
+        self.host_budget_bytes = self.host_capacity_bytes + self._stage_bytes
 
     def grow_host(self, nbytes: int) -> None:
         """Maps and page-locks the first `nbytes` bytes of page space ahead of use. Blocks."""
@@ -229,26 +242,25 @@ class TorchBackend:
         Then two staging buffers, together an eighth of the host budget and at most 8 MiB, come on
         top of it.
         """
-        if not self._staging.nbytes:
+        if not self._routes.staging.nbytes:
             size = staging_bytes(max(self.host_capacity_bytes, _MIN_FILE_BYTES))
-            self._staging = self._make_staging(min(size, _MAX_FILE_BYTES))
+            self._routes.staging = self._make_staging(min(size, _MAX_FILE_BYTES))
 
     def close(self) -> None:
-        with self._gate:
-            self._is_closed = True
-            self._gate.wait_for(lambda: self._num_moving == 0)  # transfers of other threads
-        if self._store is not None:
-            self._store.close()
+        for _, lane in self._lanes.values():
+            lane.close()
+        if self._routes.store is not None:
+            self._routes.store.close()
         if self._file is not None:
             self._file.close()
         try:
             self._slab.close()
         finally:
-            self._staging.slab.close()
+            self._routes.staging.slab.close()
 
     # --- transfers -------------------------------------------------------------------------------
 
-    def submit(self, transfer: Transfer) -> CompletedTicket:
+    def submit(self, transfer: Transfer, priority: Priority = Priority.FAULT) -> LaneTicket:
         storage = None if transfer.lane in _NO_DEVICE else _storage(transfer.memory)
         check_pieces(
             transfer,
@@ -256,7 +268,36 @@ class TorchBackend:
             host_bytes=self.host_capacity_bytes,
             nvme_bytes=self.nvme_capacity_bytes,
         )
-        return CompletedTicket(transfer, self._attempt(transfer, storage))
+        copier, lane = self._lanes[transfer.lane]
+        waits = self._events(transfer.after) if storage is not None else []
+        steps = self._routes.steps(transfer, storage, copier)
+        if waits and isinstance(copier, CudaCopier):
+            steps = _after(waits, copier.stream, steps)
+        return lane.submit(transfer, steps, priority)
+
+    def order(self, ticket: Ticket, executors: tuple[object, ...]) -> None:
+        ticket = _lane_ticket(ticket)
+        self.promote(ticket, Priority.FAULT)
+        event = ticket.event
+        if not isinstance(event, torch.cuda.Event) or ticket.is_over:
+            ticket.wait()
+            return
+        for executor in executors:
+            if executor is not None:
+                stream_of(executor, self.device).wait_event(event)
+        # Where the page dies now, its memory's next user comes after the copy.
+        ticket.transfer.memory = None
+
+    def promote(self, ticket: Ticket, priority: Priority) -> None:
+        self._lanes[ticket.transfer.lane][1].promote(_lane_ticket(ticket), priority)
+
+    def cancel(self, ticket: Ticket) -> bool:
+        return self._lanes[ticket.transfer.lane][1].cancel(_lane_ticket(ticket))
+
+    def poll(self) -> None:
+        for lane in (self._lanes[Lane.D2H][1], self._lanes[Lane.H2D][1]):
+            if isinstance(lane, StreamLane):
+                lane.pump()
 
     def read_to_host(
         self, nbytes: int, pieces: Mapping[Lane, Sequence[Piece]], source: Any = None
@@ -283,84 +324,10 @@ class TorchBackend:
                 host_bytes=self.host_capacity_bytes,
                 nvme_bytes=self.nvme_capacity_bytes,
             )
-            error = self._attempt(transfer, storage, copier)
-            if error is not None:
-                raise error
+            for _ in self._routes.steps(transfer, storage, copier):
+                pass
         with torch.inference_mode(mode=False), RawDispatch():
             return raw_alias(storage, torch.device("cpu"))
-
-    def _attempt(
-        self,
-        transfer: Transfer,
-        storage: torch.UntypedStorage | None,
-        copier: Copier | None = None,
-    ) -> TransferError | None:
-        """Moves the bytes; gives the error, if any, that the ticket shall carry."""
-        with self._gate:
-            if self._is_closed:
-                return TransferError("the backend is closed: make a new pager", errno.EBADF)
-            self._num_moving += 1
-        try:
-            self._move(transfer, storage, copier or self._copier)
-        except TransferError as error:
-            return error
-        except (OSError, RuntimeError) as error:  # torch reports device errors as RuntimeError
-            failure = TransferError(
-                f"copying {transfer.nbytes} bytes of page {transfer.page_id} on lane "
-                f"{transfer.lane.value} failed: {error}",
-                error.errno if isinstance(error, OSError) else None,
-            )
-            failure.__cause__ = error
-            return failure
-        finally:
-            with self._gate:
-                self._num_moving -= 1
-                self._gate.notify_all()
-        return None
-
-    def _move(
-        self, transfer: Transfer, storage: torch.UntypedStorage | None, copier: Copier
-    ) -> None:
-        lane = transfer.lane
-        if storage is None:
-            self._move_slab_and_file(transfer)
-            return
-        if lane is Lane.R2D:
-            transfer.source.fill(storage)
-            return
-        copier.begin(transfer.after)
-        try:
-            if lane is Lane.D2H:
-                for page_offset, _, offset, nbytes in transfer.pieces:
-                    copier.to_host(storage, page_offset, self._slab, offset, nbytes)
-            elif lane is Lane.H2D:
-                for page_offset, offset, _, nbytes in transfer.pieces:
-                    copier.to_device(storage, page_offset, self._slab, offset, nbytes)
-            elif lane is Lane.D2N:
-                self._staging.move_down(storage, nvme_runs(transfer), copier, self._open_store())
-            else:
-                store = self._open_store() if transfer.source is None else transfer.source
-                self._staging.move_up(storage, nvme_runs(transfer), copier, store)
-        finally:
-            copier.finish()  # also after a failure: nothing may be in flight any more
-
-    def _move_slab_and_file(self, transfer: Transfer) -> None:
-        store = self._open_store()
-        start = store.write if transfer.lane is Lane.H2N else store.read
-        completions = []
-        failure: TransferError | None = None
-        try:
-            for run in nvme_runs(transfer):
-                buffers = [b for part in run.parts for b in self._slab.buffers(*part)]
-                completions.append(start(run.nvme_offset, buffers))
-        finally:
-            for completion in completions:  # all of them, whatever happened to the others
-                try:
-                    completion.wait()
-                except TransferError as error:
-                    failure = failure or error
-        if failure is not None:
-            raise failure
 
     # --- start -----------------------------------------------------------------------------------
 
@@ -368,10 +335,39 @@ class TorchBackend:
     def _is_cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def _open_store(self) -> BlockStore:
-        if self._store is None:
-            raise AssertionError("a transfer to or from NVMe, and no swap file")
-        return self._store
+    def _make_lanes(self) -> dict[Lane, tuple[Copier, StreamLane | ThreadLane]]:
+        """The lanes, each with what copies on it; see [Note: Lanes]."""
+        down, up = (
+            ThreadLane("to-nvme", runs_inline=False),
+            ThreadLane("from-nvme", runs_inline=False),
+        )
+        copiers: Sequence[Copier] = [CpuCopier()] * 4
+        direct: list[StreamLane | ThreadLane]
+        if self._is_cuda:
+            streams = StreamLane(self.device, "d2h"), StreamLane(self.device, "h2d")
+            direct = list(streams)
+            own = [torch.cuda.Stream(self.device) for _ in (down, up)]  # type: ignore[no-untyped-call]
+            copiers = [CudaCopier(stream) for stream in (*(s.stream for s in streams), *own)]
+        else:
+            direct = [ThreadLane("d2h", runs_inline=True), ThreadLane("h2d", runs_inline=True)]
+        return {
+            Lane.D2H: (copiers[0], direct[0]),
+            Lane.H2D: (copiers[1], direct[1]),
+            Lane.D2N: (copiers[2], down),
+            Lane.H2N: (copiers[2], down),
+            Lane.N2D: (copiers[3], up),
+            Lane.N2H: (copiers[3], up),
+            Lane.R2D: (CpuCopier(), ThreadLane("recompute", runs_inline=True)),
+        }
+
+    def _events(self, executors: tuple[object, ...]) -> list[torch.cuda.Event]:
+        """Marks what is queued on each executor now."""
+        events = []
+        for executor in executors:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream_of(executor, self.device))
+            events.append(event)
+        return events
 
     def _open_nvme(
         self,
@@ -388,19 +384,22 @@ class TorchBackend:
             store, notices = open_block_store(
                 self._file, choice, on_gpu=self._is_cuda, num_threads=options.num_threads
             )
-            self._store = options.wrap_store(store) if options.wrap_store is not None else store
-            self.notices += notices
+            self._routes.store = (
+                options.wrap_store(store) if options.wrap_store is not None else store
+            )
+            self._notices += notices
             try:
                 if options.measure:
-                    size = min(self._staging.nbytes, self._file.nbytes)
-                    measure(self._store, self._staging.slab.buffers(0, size))
+                    size = min(self._routes.staging.nbytes, self._file.nbytes)
+                    measure(self._routes.store, self._routes.staging.slab.buffers(0, size))
                 break
             except TransferError as error:
                 if engine != "auto" or store.engine == "posix":
                     raise
-                self._store.close()
-                self.notices.append(f"NVMe engine posix instead of {store.engine}: {error}")
-        self.notices += self._file.notices
+                self._routes.store.close()
+                self._notices.append(f"NVMe engine posix instead of {store.engine}: {error}")
+        if self._is_cuda and options.device_io != "staged":
+            choose_direct(self._routes, self.device, is_forced=options.device_io == "direct")
         _LOGGER.info("NVMe tier: %s", self.engine_text)
 
 
@@ -408,3 +407,18 @@ def _storage(memory: object) -> torch.UntypedStorage:
     if not isinstance(memory, torch.UntypedStorage):
         raise AssertionError(f"{type(memory).__name__} is no torch.UntypedStorage")
     return memory
+
+
+def _lane_ticket(ticket: object) -> LaneTicket:
+    if not isinstance(ticket, LaneTicket):
+        raise AssertionError(f"{type(ticket).__name__} is no LaneTicket")
+    return ticket
+
+
+def _after(
+    waits: list[torch.cuda.Event], stream: torch.cuda.Stream, steps: Iterator[bool]
+) -> Iterator[bool]:
+    """Lets the copies come after what was queued elsewhere when the transfer was submitted."""
+    for event in waits:
+        stream.wait_event(event)
+    yield from steps

@@ -1,0 +1,64 @@
+"""Pages on their way to the device before an operation asks for them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from tvm_pager.errors import TransferError
+from tvm_pager.memory import Backing, Page, PageState
+from tvm_pager.transfer.protocol import Priority
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tvm_pager.paging.pager import DemandPager
+
+__all__ = ["Prefetcher"]
+
+
+class Prefetcher:
+    """Starts prefetches, and calls them off where a request needs their room. The lock is held."""
+
+    def __init__(self, pager: DemandPager) -> None:
+        self._pager = pager
+        self._pages: dict[int, Page] = {}  # oldest first; what has arrived is dropped late
+
+    def start(self, page: Page) -> bool:
+        """Starts bringing a page to the device before an operation asks; False if it did not.
+
+        Never evicts, never takes the last bytes that the largest operation so far needs, never
+        blocks for the copy. The lock is held.
+        """
+        pager = self._pager
+        pager.drain()
+        if page.state is not PageState.EVICTED and page.state is not PageState.FAILED:
+            return False
+        if (
+            pager.free_bytes - page.frame_bytes < pager.admission.largest_need_bytes
+            or pager.reservations.queue
+        ):
+            return False
+        if page.backing is Backing.RECIPE:
+            pager.commit(pager.table.commit_of(page.nbytes), "prefetch")
+        try:
+            pager.mover.start_fetch(page, Priority.PREFETCH)
+        except MemoryError:
+            return False
+        self._pages[page.id] = page
+        return True
+
+    def cancel(self, beside: Iterable[Page] = ()) -> bool:
+        """Takes the device memory of prefetches that have not begun; False if there are none."""
+        pager = self._pager
+        wanted = {page.id for page in beside}
+        is_any = False
+        for page in list(self._pages.values()):
+            if page.state is not PageState.FETCHING:
+                del self._pages[page.id]
+            elif page.id not in wanted and pager.flight.cancel(page):
+                del self._pages[page.id]
+                with contextlib.suppress(TransferError):
+                    pager.flight.settle(page)
+                is_any = True
+        return is_any

@@ -1,0 +1,214 @@
+"""A lane whose steps queue copies on a CUDA stream, a few at a time.
+
+[Note: The pump]
+    What is on a stream cannot be overtaken. So urgent transfers are queued on it at once, and the
+    others only while fewer than `WINDOW` of their chunks are on it: a fault waits for two chunks of
+    16 MiB, whatever is queued. Nobody tells the host that a chunk has ended; whoever enters the
+    pager looks (`pump`), and while nobody does a thread looks every millisecond. Steps cost
+    microseconds and never block, so they run in the thread that looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from tvm_pager.transfer.lane_queue import Job, LaneQueue, LaneTicket
+from tvm_pager.transfer.protocol import Priority
+from tvm_pager.transfer.thread_lane import cancelled_error, closed_error, failure_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tvm_pager.transfer.protocol import Transfer
+
+__all__ = ["WINDOW", "StreamLane"]
+
+WINDOW = 2
+_LOOK_S = 0.001
+_IDLE_S = 5.0  # how long the thread waits for the next queue
+_OPEN_LANES: weakref.WeakSet[StreamLane] = weakref.WeakSet()
+
+
+class StreamLane:
+    """Queues copies on one stream of its own. Thread-safe.
+
+    Args:
+        device: whose stream.
+        name: of the thread that looks, after `tvm_pager-`.
+    """
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device = device
+        self._name = f"tvm_pager-{name}"
+        self._lock = threading.RLock()
+        self._queue = LaneQueue()
+        self._window: deque[torch.cuda.Event] = deque()  # chunks on the stream, oldest first
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+        self._has_queued = threading.Event()
+        _OPEN_LANES.add(self)
+
+    def submit(self, transfer: Transfer, steps: Iterator[bool], priority: Priority) -> LaneTicket:
+        """Queues a job, on the stream if it is urgent. Failures surface in the ticket."""
+        ticket = LaneTicket(transfer, self)
+        with self._lock:
+            if self._is_closing:
+                ticket.end(closed_error())
+                return ticket
+            job = Job(ticket, steps, priority)
+            self._queue.put(job)
+            if priority is Priority.FAULT:
+                self._launch(job)
+            else:
+                self.pump()
+                if len(self._queue):
+                    self._watch()
+        return ticket
+
+    def promote(self, ticket: LaneTicket, priority: Priority) -> None:
+        with self._lock:
+            job = ticket.job
+            if job is None:
+                return
+            self._queue.promote(job, priority)
+            if priority is Priority.FAULT:
+                self._launch(job)
+
+    def cancel(self, ticket: LaneTicket) -> bool:
+        """Ends a job of which nothing is on the stream; True if it was one."""
+        with self._lock:
+            job = ticket.job
+            if job is None or job.has_begun:
+                return False
+            self._queue.remove(job)
+            ticket.end(cancelled_error(ticket.transfer))
+            return True
+
+    def look(self, ticket: LaneTicket) -> bool:
+        event = ticket.event
+        if isinstance(event, torch.cuda.Event):
+            try:
+                if event.query():  # type: ignore[no-untyped-call]
+                    ticket.end()
+            except RuntimeError as error:  # the device is lost
+                ticket.end(failure_of(ticket.transfer, error))
+        return ticket.is_over
+
+    def join(self, ticket: LaneTicket) -> None:
+        """Blocks until the copies of a ticket that is on the stream have ended."""
+        event = ticket.event
+        if isinstance(event, torch.cuda.Event):
+            try:
+                event.synchronize()
+            except RuntimeError as error:  # the device is lost
+                ticket.end(failure_of(ticket.transfer, error))
+                return
+            ticket.end()
+
+    def pump(self) -> None:
+        """Puts the next chunks on the stream, as far as the window allows. Never blocks."""
+        if not len(self._queue) or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._trim()
+            while len(self._window) < WINDOW:
+                job = self._queue.first()
+                if job is None:
+                    break
+                self._step(job)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Puts all that is queued on the stream, and waits for it. Idempotent. Blocks."""
+        with self._lock:
+            if self not in _OPEN_LANES:
+                return
+            _OPEN_LANES.discard(self)
+            self._is_closing = True
+            while (job := self._queue.first()) is not None:
+                self._launch(job)
+        self._has_queued.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.stream.synchronize()
+
+    # --- inside; the lock is held ----------------------------------------------------------------
+
+    def _launch(self, job: Job) -> None:
+        """Puts all that is left of a job on the stream."""
+        while not self._step(job, is_marked=False):
+            pass
+
+    def _step(self, job: Job, *, is_marked: bool = True) -> bool:
+        """Queues one chunk; True if nothing is left. The last one is marked by an event anyway."""
+        try:
+            is_last = job.step()
+            event = self._mark() if is_last or is_marked else None
+        except BaseException as error:
+            self._queue.remove(job)
+            with contextlib.suppress(RuntimeError):  # the device is lost: nothing moves any more
+                self.stream.synchronize()  # what it has queued must not outlive the ticket
+            job.ticket.end(failure_of(job.ticket.transfer, error))
+            if not isinstance(error, Exception):
+                raise
+            return True
+        if is_last:
+            self._queue.remove(job)
+            job.ticket.event = event
+        return is_last
+
+    def _mark(self) -> torch.cuda.Event:
+        """Puts an event behind the last chunk on the stream."""
+        self._trim()  # also where nothing is ever queued, and `pump` has nothing to do
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self.stream)
+        self._window.append(event)
+        return event
+
+    def _trim(self) -> None:
+        """Forgets the chunks that have ended."""
+        while self._window and self._window[0].query():  # type: ignore[no-untyped-call]
+            self._window.popleft()
+
+    def _watch(self) -> None:
+        self._has_queued.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._keep_looking, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _keep_looking(self) -> None:
+        pause = threading.Event()
+        with torch.cuda.device(self._device):
+            while not self._is_closing:
+                if not self._has_queued.wait(_IDLE_S):
+                    with self._lock:
+                        if not self._has_queued.is_set():
+                            self._thread = None  # a forgotten lane can go
+                            return
+                self.pump()
+                if not len(self._queue):
+                    self._has_queued.clear()
+                    if len(self._queue):
+                        self._has_queued.set()
+                pause.wait(_LOOK_S)
+
+
+def _forget_in_child() -> None:
+    """A forked child has none of the threads, and cannot use CUDA."""
+    for lane in list(_OPEN_LANES):
+        lane._queue.forget(closed_error())
+        lane._lock, lane._queue = threading.RLock(), LaneQueue()
+        lane._thread, lane._is_closing = None, True
+    _OPEN_LANES.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
