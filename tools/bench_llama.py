@@ -141,6 +141,8 @@ def measure_budget(args: argparse.Namespace, budget: str) -> dict[str, Any]:
         options["segment_bytes"] = args.segment_bytes
     _reset_peaks()
     with tvm_pager.Pager(torch_device=args.torch_device, **options) as pager:
+        if args.synchronous:
+            _wait_for_every_copy(pager._backend)
         started_s = time.perf_counter()
         trainer = Trainer(args)
         for _ in range(args.warmup):
@@ -176,6 +178,19 @@ def measure_budget(args: argparse.Namespace, budget: str) -> dict[str, Any]:
         result["max_memory_allocated"] = torch.cuda.max_memory_allocated()
         result["max_memory_reserved"] = torch.cuda.max_memory_reserved()
     return result
+
+
+def _wait_for_every_copy(backend: Any) -> None:
+    """What asynchronous movement is compared with: each transfer blocks where it is submitted."""
+    submit = backend.submit
+
+    def submit_and_wait(*args: Any) -> Any:
+        ticket = submit(*args)
+        while not ticket.done():
+            ticket.wait()
+        return ticket
+
+    backend.submit = submit_and_wait
 
 
 def _synchronise() -> None:
@@ -279,6 +294,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", default="60GiB", help="page-locked memory for the budgets")
     parser.add_argument("--policy", default="lru")
     parser.add_argument("--segment-bytes", default="")
+    parser.add_argument("--synchronous", action="store_true", help="wait for each copy at once")
     parser.add_argument("--json", type=Path, help="write everything that was measured")
     args = parser.parse_args(argv)
     if parse_bytes(args.host) > _MAX_HOST_BYTES:

@@ -17,9 +17,6 @@ NUM_CHUNKS = 4
 _EIGENVECTORS = (
     "torch computes eigen- or singular vectors too for a tensor subclass: another kernel"
 )
-_RAW_READ = (
-    "composite C++ code reads the split points by pointer; torch raises where they are absent"
-)
 # Operators whose plain and paged results may differ, each with the reason.
 _FORMULA = "autograd takes another formula for a tensor subclass: -0.0 for 0.0, no phase check"
 EXEMPT = {
@@ -29,7 +26,6 @@ EXEMPT = {
     "linalg.cond": _EIGENVECTORS,
     "linalg.eigvalsh": _EIGENVECTORS,
     "norm.nuc": _EIGENVECTORS,
-    "tensor_split": _RAW_READ,
 }
 
 

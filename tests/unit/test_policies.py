@@ -136,7 +136,7 @@ class Raising(Policy):
 def test_a_policy_that_misbehaves_is_replaced_once_and_the_numbers_are_right(
     policy: type[Policy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tvm_pager.api.load_policy", lambda name: policy)
+    monkeypatch.setattr("tvm_pager.assembly.load_policy", lambda name: policy)
     with tvm_pager.Pager(device="16KiB", host="1MiB", torch_device="cpu") as pager:
         kept = eight_pages()
         assert [t[5].item() for t in kept] == [float(i) for i in range(8)]
@@ -147,7 +147,7 @@ def test_a_policy_that_misbehaves_is_replaced_once_and_the_numbers_are_right(
 
 
 def test_strict_raises_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tvm_pager.api.load_policy", lambda name: Hostile)
+    monkeypatch.setattr("tvm_pager.assembly.load_policy", lambda name: Hostile)
     with tvm_pager.Pager(device="16KiB", host="1MiB", torch_device="cpu", strict=True) as pager:
         with pytest.raises(PolicyError, match="hostile"):
             eight_pages()

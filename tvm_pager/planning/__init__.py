@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from tvm_pager.memory import PageKind, Tier
+from tvm_pager.planning.hardware import HardwareProfile
 from tvm_pager.planning.policy import Eviction, PageView, Policy, View
 from tvm_pager.planning.registry import available_policies, load_policy
 
 __all__ = [
     "Eviction",
+    "HardwareProfile",
     "PageKind",
     "PageView",
     "Policy",

@@ -39,7 +39,7 @@ class PageView(NamedTuple):
     residency: Tier  # the highest tier that holds all its current bytes
     is_clean: bool  # a tier below the device holds the current bytes too: eviction moves nothing
     pins: int
-    last_use: int  # operation index
+    last_use: int  # index of the last operation that used it; compare `View.operation_index`
 
 
 class View(Protocol):

@@ -8,6 +8,7 @@ import torch
 
 from tvm_pager.errors import PagerClosedError, UnpageableError
 from tvm_pager.memory import Backing, Page, PageKind, PageState
+from tvm_pager.runtime.forking import close_in_children
 from tvm_pager.runtime.outputs import OutputSizes
 from tvm_pager.runtime.storage import StorageRef, page_of, page_of_storage, storage_of, unbind
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from tvm_pager.transfer.source_file import FileRange
 
 __all__ = ["PagingContext"]
+
+_OTHER = PageKind.OTHER
 
 
 class PagingContext:
@@ -49,7 +52,12 @@ class PagingContext:
         self.current_executor = current_executor
         self.owner_executor = owner_executor
         self.check = check
+        # Whether an operation without a budget has nothing to heed: no streams, no checks.
+        self.is_simple = current_executor is None and check < 2
         self.is_closed = False
+        self.is_forked = False  # and so closed: this process is a child of the pager's
+        close_in_children(self)
+        self._on_death = core.dead.append
         self._exposed: dict[int, Page] = {}
         self._absent: set[int] = set()
         self.copies: dict[int, Any] = {}  # see exports.plain_copy
@@ -61,9 +69,7 @@ class PagingContext:
         """Whether the tensor lies where this pager's pages are."""
         return tensor.is_cpu if self.is_cpu else tensor.device == self.device
 
-    def adopt_storage(
-        self, storage: torch.UntypedStorage, kind: PageKind = PageKind.OTHER
-    ) -> Page | None:
+    def adopt_storage(self, storage: torch.UntypedStorage, kind: PageKind = _OTHER) -> Page | None:
         """Makes a page of a storage that no unpaged tensor shares.
 
         None, with one notice, if it cannot be resized.
@@ -72,10 +78,10 @@ class PagingContext:
             self.stays_put(storage)
             return None
         core = self.core
-        reference = StorageRef(storage, core.dead.append)
+        reference = StorageRef(storage, self._on_death)
         page = core.table.create(storage.nbytes(), reference, kind)
-        core.device_policy.journal.append(page)
         page.pager = self
+        core.device_policy.journal[-1].append(page)  # of the operation that creates it
         if self.current_executor is not None:
             executor = self.current_executor()
             if executor != self.owner_executor:
@@ -107,7 +113,7 @@ class PagingContext:
         """Gives a resident storage back to torch alone. The lock is held."""
         page = page_of_storage(storage)
         if page is not None:
-            self.core.mover.settle(page)
+            self.core.flight.settle(page)
             self._exposed.pop(page.id, None)
             self.core.forget(page)
             unbind(storage)
@@ -164,6 +170,8 @@ class PagingContext:
             if page.executors is None:
                 page.executors = {self.owner_executor}
             page.executors.add(executor)
+            if page.readers:
+                self.core.flight.order_again(page, executor)
 
     # --- access ----------------------------------------------------------------------------------
 
@@ -177,6 +185,16 @@ class PagingContext:
         self.core.device_policy.used(page)
 
     def refuse_closed(self, page: Page) -> None:
+        if self.is_forked:
+            raise PagerClosedError(
+                f"{page!r} was not on {self.device} when this process was forked, and a forked "
+                f"child has no pager: its {page.nbytes} bytes are in the parent. Use the tensor "
+                "there, give the child a copy (tensor.clone() right before the fork), or start it "
+                "by 'spawn' and send the tensor"
+                if self.is_cpu
+                else f"{page!r} is in memory of {self.device}, which a forked child cannot use; "
+                "start the child by 'spawn'"
+            )
         if self.is_closed:
             raise PagerClosedError(
                 f"{page!r} belongs to a pager that has been closed, and its {page.nbytes} bytes "
@@ -225,6 +243,7 @@ class PagingContext:
         """An iteration boundary: pointers that escaped before it may be stale from now on."""
         with self.core.lock:
             self.core.iteration += 1
+            self.core.holds.pass_boundary()
             self._absent.clear()
             self.copies.clear()
             for page in list(self._exposed.values()):

@@ -1,12 +1,15 @@
 """Every operation on paged tensors enters here.
 
 [Note: What one operation costs]
-    Plain `torch.add` of 8x8 takes 1.1 us here and torch needs 5 us more to call any Python
-    dispatch, so the rules have about 4 us. Therefore `run` has a fast path for the common case
-    (flat operands, all resident, nothing written, outputs that provably fit): one plan per
-    operator, one flat loop over its tensor positions, uses that are journalled and replayed to the
-    policy later, no pins under the lock, no frame between us and the kernel. Measure with
-    tools/bench_dispatch.py.
+    `torch.add` of 8x8, on a quiet core: plain 1.1 us; torch's way into a Python mode and back 2.5;
+    the kernel through it and the paged result 2.7; finding operands, lock, journal and its replay
+    2.4; the page's birth and death 1.7. So what counts is the number of steps in Python and of
+    calls into C; docs/performance.md has what each idea gave. The fast path is `dispatch`: flat
+    operands, all resident, no copies below that a write makes void, outputs that provably fit. One
+    plan per operator, one flat loop over its tensor positions, torch's own Python function instead
+    of the boxed operator (bindings.py), uses that are journalled and replayed to the policy later,
+    no pins under the lock, nothing to fit in where there is no budget, no members of enumerations
+    (30 ns each in Python 3.11). Measure with tools/bench_dispatch.py.
 
 [Note: Order of the rules]
     1. Under the lock: operands resident, room for what the operation creates, commit checked
@@ -20,6 +23,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,22 +35,24 @@ from tvm_pager.paging.tier_policy import JOURNAL_LIMIT
 from tvm_pager.runtime.execution import adopt_results, run_operator
 from tvm_pager.runtime.results import tensor_class, wrap
 from tvm_pager.runtime.schema import known_plans, plan_of
-from tvm_pager.runtime.storage import PAGE_ATTRIBUTE, page_of_storage, storage_of
+from tvm_pager.runtime.storage import PAGE_ATTRIBUTE, page_of, page_of_storage, storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tvm_pager.memory import Page
+    from tvm_pager.paging import DemandPager
     from tvm_pager.runtime.context import PagingContext
+    from tvm_pager.runtime.schema import OperatorPlan
 
-__all__ = ["PagingMode", "run"]
+__all__ = ["PagingMode", "dispatch"]
 
 _guard = torch._C._DisableTorchDispatch
-_exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
-_python_key = torch._C.DispatchKey.Python
-_make_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_subclass
+# Calls a function below dispatch: the guard and the call in one (0.1 us).
+_below: Callable[..., Any] = torch._C._disabled_torch_dispatch_impl
 _num_modes = torch._C._len_torch_dispatch_stack
 _Tensor = torch.Tensor
+_Generator = torch.Generator
 _new_empty = torch.ops.aten.new_empty.default
 _lift_fresh = torch.ops.aten.lift_fresh.default
 _NONE_UNPAGED: list[torch.Tensor] = []
@@ -54,136 +60,169 @@ _RESIDENT = PageState.RESIDENT
 _POINTWISE_ITEM_BYTES = 16  # complex128, the widest result a pointwise operator can give
 
 
+def dispatch(
+    owner: Any,
+    func: Any,
+    types: tuple[type, ...],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """The `__torch_dispatch__` of a `PagingMode` and of `PagedTensor`; `owner` is one of them.
+
+    Runs one operator with its operands resident.
+    """
+    paged = tensor_class.paged
+    if len(types) != 1 or types[0] is not paged or _num_modes():
+        return _dispatch_others(owner, func, types, args, kwargs)
+    plan = known_plans.get(id(func))
+    if plan is None or not plan.is_flat:
+        return run_operator(func, args, kwargs, _active(owner))
+    pages: list[Page] = []
+    num_args = len(args)
+    try:
+        for position in plan.tensor_positions:
+            if position >= num_args:
+                break
+            value = args[position]
+            if value.__class__ is paged:
+                pages.append(storage_of(value)._tvm_page)  # type: ignore[attr-defined]
+            elif isinstance(value, _Tensor):
+                return run_operator(func, args, kwargs, _active(owner))
+        context: PagingContext = pages[0].pager
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError):
+        return run_operator(func, args, kwargs, _active(owner))  # unpaged, sparse and the like
+    core = context.core
+    core.lock.acquire()
+    running = core.running
+    running.append(pages)
+    try:
+        if core.dead or core.dead_exports:
+            core.drain()
+        is_fast = (core.budget_bytes == UNLIMITED_BYTES and context.is_simple) or _fits(
+            context, plan, args, kwargs
+        )
+        for page in pages:
+            if (
+                page.state is not _RESIDENT
+                or page.pager is not context
+                or page.executors is not None
+                or (page.has_copies and plan.writes and _writes(plan, args, page))
+            ):
+                is_fast = False
+        if is_fast:
+            policy = core.device_policy
+            if len(policy.journal) > JOURNAL_LIMIT:
+                _catch_up(core)
+            policy.journal.append(pages)
+            call = plan.call
+            out = _below(call, types, args, kwargs) if kwargs else _below(call, types, args)
+            if out.__class__ is paged:
+                return out
+            if out.__class__ is not _Tensor or (plan.creates and not plan.is_pointwise):
+                return wrap(context, plan, out, args, _NONE_UNPAGED)
+            # Some operators give a view of an operand after all.
+            if (
+                plan.creates
+                and getattr(storage := storage_of(out), PAGE_ATTRIBUTE, None) is None
+                and context.adopt_storage(storage) is None
+            ):
+                return out
+            return out.as_subclass(paged)
+    except torch.OutOfMemoryError:
+        if plan.writes:
+            raise  # else the general path evicts and tries again
+    finally:
+        running.pop()
+        core.lock.release()
+    return run_operator(func, args, kwargs, _active(owner))
+
+
 class PagingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
     """Makes pages of what factories and plain operands give while a pager's context is open."""
 
+    __torch_dispatch__ = dispatch
+
     def __init__(self, context: PagingContext) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._context = context
+        self.context = context
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch would wrap the method below to keep Dynamo out, at 2 us an operation; nothing is
+        # torch would wrap the method above to keep Dynamo out, at 2 us an operation; nothing is
         # compiled under a pager.
         return False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        for cls in types:
-            if cls is not tensor_class.paged and cls is not _Tensor:
-                # A foreign subclass; its components come back here.
-                return func(*args, **(kwargs or {}))
-        if _num_modes():
-            # Modes below must see the operation, and the guard would silence them.
-            out = func(*args, **(kwargs or {}))
-            return adopt_results(self._context, plan_of(func), args, kwargs, out)
-        return run(func, args, kwargs, self._context)
+
+def _active(owner: Any) -> PagingContext | None:
+    """The open context, which owns what factories give."""
+    return owner.context if isinstance(owner, PagingMode) and not owner.context.is_closed else None
 
 
-def run(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, active: PagingContext | None
+def _dispatch_others(
+    owner: Any, func: Any, types: tuple[type, ...], args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    """Runs one operator with its operands resident.
-
-    `active` is the open context, which owns what factories give.
-    """
-    func_id = id(func)
-    plan = known_plans.get(func_id)
-    if plan is None or not plan.is_flat:
-        if func is _lift_fresh and active is not None and args[0].__class__ is _Tensor:
+    """Operations without paged operands, with foreign ones, and those that other modes must see."""
+    active = _active(owner)
+    if active is None and isinstance(owner, PagingMode):
+        return func(*args, **(kwargs or {}))  # closed, as in a forked child: as if it were not here
+    for cls in types:
+        if cls is not tensor_class.paged and cls is not _Tensor:
+            if active is None:
+                return NotImplemented  # a foreign subclass knows its own components
+            # A foreign subclass; its components come back here.
+            return func(*args, **(kwargs or {}))
+    if active is not None and _num_modes():
+        # Modes below must see the operation, and the guard would silence them.
+        out = func(*args, **(kwargs or {}))
+        return adopt_results(active, plan_of(func), args, kwargs, out)
+    if args and args[0].__class__ is _Tensor:
+        if func is _lift_fresh and active is not None:
             return _lift(active, args[0])
-        if func is _new_empty and not args[1] and args[0].__class__ is not tensor_class.paged:
+        if func is _new_empty and not args[1]:
             # `Tensor.__deepcopy__` of an unpaged tensor makes its result so, and insists on the
             # class.
             with _guard():
                 return func(*args, **(kwargs or {}))
-        return run_operator(func, args, kwargs, active)
-    pages: list[Page] = []
-    # Broadcasting cannot exceed the product of the sizes; a view creates nothing.
-    creates = plan.creates
-    bound = _POINTWISE_ITEM_BYTES if creates else 0
-    num_args = len(args)
-    for position in plan.tensor_positions:
-        if position >= num_args:
-            break
-        value = args[position]
-        if isinstance(value, _Tensor):
-            try:
-                page = storage_of(value)._tvm_page  # type: ignore[attr-defined]
-            except (AttributeError, NotImplementedError, RuntimeError):
-                return run_operator(func, args, kwargs, active)  # unpaged, sparse and the like
-            bound *= value.numel()
-            pages.append(page)
-    if not pages:
-        return run_operator(func, args, kwargs, active)
-    context: PagingContext = page.pager
+    return run_operator(func, args, kwargs, active)
+
+
+def _fits(context: PagingContext, plan: OperatorPlan, args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether the fast path may run an operation that has a budget, a stream or a check to heed.
+
+    If so there is room for what it creates. The lock is held.
+    """
+    executor = context.current_executor
+    if context.check > 1 or (
+        executor is not None and (plan.is_seeded or executor() != context.owner_executor)
+    ):
+        return False
     core = context.core
-    lock = core.lock
-    lock.acquire()
-    try:
-        if core.dead or core.dead_exports:
-            core.drain()
-        table = core.table
-        free = core.budget_bytes - table.device_used_bytes - core.overhead_bytes
-        needs_signature = not plan.is_pointwise if creates else not context.is_cpu and plan.writes
-        if (bound > free or needs_signature) and (creates or plan.writes):
-            bound = _known_bytes(context, func_id, args, kwargs)
-        is_fast = (
-            bound <= free
-            and context.check < 2
-            and table.committed_bytes + bound <= core.commit_limit_bytes
-            and (
-                context.current_executor is None
-                or (context.current_executor() == context.owner_executor and not plan.is_seeded)
-            )
-        )
-        for page in pages:
-            if page.state is not _RESIDENT or page.pager is not context or page.executors:
-                is_fast = False
-        if plan.writes:
-            for place in plan.written:
-                value = args[place] if place < num_args else None  # type: ignore[index, operator]
-                if value is not None and storage_of(value)._tvm_page.has_copies:  # type: ignore[attr-defined]
-                    is_fast = False
-        if not is_fast:
-            return run_operator(func, args, kwargs, active)
-        core.operation_index += 1
-        running = core.running
-        running.append(pages)
-        _exclude_key(_python_key, True)
-        try:
-            out = plan.call(*args, **kwargs) if kwargs else plan.call(*args)
-            if out.__class__ is _Tensor and not (creates and not plan.is_pointwise):
-                if creates:
-                    storage = storage_of(out)
-                    # Some operators give a view of an operand after all.
-                    if getattr(storage, PAGE_ATTRIBUTE, None) is None:
-                        if not context.owns_device(out):
-                            return out
-                        context.adopt_storage(storage)
-                out = _make_subclass(tensor_class.paged, out)
-            elif out.__class__ is not tensor_class.paged:
-                out = wrap(context, plan, out, args, _NONE_UNPAGED)
-        except torch.OutOfMemoryError:
-            if plan.writes:
-                raise
-            is_fast = False  # `run_operator` evicts and tries again
-        finally:
-            _exclude_key(_python_key, False)
-            running.pop()
-            journal = core.device_policy.journal
-            journal += pages
-            if len(journal) > JOURNAL_LIMIT:
-                core.device_policy.trim()
-                core.sample_overhead()
-        return out if is_fast else run_operator(func, args, kwargs, active)
-    finally:
-        lock.release()
+    if core.budget_bytes == UNLIMITED_BYTES or not (plan.creates or plan.writes):
+        return True
+    table = core.table
+    free = core.budget_bytes - table.device_used_bytes - core.overhead_bytes
+    bound = 0
+    if plan.creates and plan.is_pointwise:
+        # Broadcasting cannot exceed the product of the sizes.
+        bound = _POINTWISE_ITEM_BYTES
+        for position in plan.tensor_positions:
+            if position < len(args) and isinstance(args[position], _Tensor):
+                bound *= args[position].numel()
+    if bound > free or (not plan.is_pointwise if plan.creates else not context.is_cpu):
+        bound = _known_bytes(context, id(plan.operator), args, kwargs)
+    return bound <= free and table.committed_bytes + bound <= core.commit_limit_bytes
+
+
+def _writes(plan: OperatorPlan, args: tuple[Any, ...], page: Page) -> bool:
+    """Whether the operation may write the page."""
+    written = (args[place] for place in plan.written if type(place) is int and place < len(args))
+    return any(value is not None and page_of(value) is page for value in written)
+
+
+def _catch_up(core: DemandPager) -> None:
+    core.device_policy.replay()
+    if core.budget_bytes != UNLIMITED_BYTES:
+        core.sample_overhead()
 
 
 def _known_bytes(
@@ -191,18 +230,20 @@ def _known_bytes(
 ) -> int:
     """What this signature took before; `OutputSizes.key` for flat arguments, without its calls."""
     parts: list[Any] = [func_id]
-    for value in args:
-        if isinstance(value, _Tensor):
-            parts.append(value.shape)
-            parts.append(value.dtype)
-        else:
-            parts.append(tuple(value) if value.__class__ is list else value)
-    if kwargs:
-        for item in kwargs.items():
-            parts += item
     try:
+        for value in (*args, *itertools.chain.from_iterable(kwargs.items())) if kwargs else args:
+            kind = value.__class__
+            if isinstance(value, _Tensor):
+                parts.append(value.shape)
+                parts.append(value.dtype)
+            elif kind is float or kind is complex or kind is _Generator:
+                parts.append(kind)
+            else:
+                if kind is bool:
+                    parts.append(kind)
+                parts.append(tuple(value) if kind is list else value)
         return context.sizes.by_key.get(tuple(parts), UNLIMITED_BYTES)
-    except TypeError:
+    except (TypeError, RuntimeError):  # not hashable; a nested tensor, which has no shape
         return UNLIMITED_BYTES
 
 
@@ -220,4 +261,4 @@ def _lift(context: PagingContext, fresh: torch.Tensor) -> torch.Tensor:
                 context.core.admit([], nbytes, "torch.tensor")
                 if context.adopt_storage(storage) is None:
                     return out
-        return _make_subclass(tensor_class.paged, out)
+        return out.as_subclass(tensor_class.paged)

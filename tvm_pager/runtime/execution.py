@@ -7,12 +7,22 @@ lock: a collective may wait for another thread.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tvm_pager.errors import PagerError, TransferError
+from tvm_pager.interrupts import interruptible
 from tvm_pager.memory import PageState
+from tvm_pager.paging.pager import UNLIMITED_BYTES
+from tvm_pager.runtime.call import Call
+from tvm_pager.runtime.collectives import (
+    hold_until_boundary,
+    hold_until_done,
+    is_functional,
+    run_functional,
+)
 from tvm_pager.runtime.lists import run_split
 from tvm_pager.runtime.results import (
     compare_sizes,
@@ -22,7 +32,6 @@ from tvm_pager.runtime.results import (
     wrap_tensor,
 )
 from tvm_pager.runtime.schema import (
-    READ_RAW,
     OperatorPlan,
     plan_of,
     tensor_arguments,
@@ -67,36 +76,29 @@ def run_operator(
     for page in pages:
         if page.pager is not context:
             raise two_pagers(plan, page)
+        if context.is_closed and page.state is not _RESIDENT:
+            context.refuse_closed(page)
+    call = Call(context, func, plan, args, kwargs, pages, unpaged)
     if not plan.is_native:
-        return _run_unlocked(context, func, plan, args, kwargs, pages, unpaged)
+        return _run_unlocked(call)
     core = context.core
     with core.lock:
         core.drain()
-        core.operation_index += 1
         new_bytes = 0
-        if plan.creates or not (context.is_cpu or plan.is_view):
+        is_bounded = core.budget_bytes < UNLIMITED_BYTES  # else there is nothing to fit in
+        if is_bounded and (plan.creates or not (context.is_cpu or plan.is_view)):
             key = context.sizes.key(func, args, kwargs)
             known = context.sizes.known(key)
             if known is None:
-                return _run_measured(context, func, plan, args, kwargs, pages, unpaged, key)
+                return _run_measured(call, key)
             new_bytes = known
             if known > core.free_bytes:
-                available = _available_bytes(context, pages)
-                new_bytes = max(context.sizes.least(key), min(known, available))
-        return _run_locked(context, func, plan, args, kwargs, pages, unpaged, new_bytes)
+                new_bytes = max(context.sizes.least(key), min(known, call.available_bytes()))
+        return _run_locked(call, new_bytes)
 
 
-def _run_locked(
-    context: PagingContext,
-    func: Any,
-    plan: OperatorPlan,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    pages: list[Page],
-    unpaged: list[torch.Tensor],
-    new_bytes: int,
-    probe: _Probe | None = None,
-) -> Any:
+def _run_locked(call: Call, new_bytes: int, probe: _Probe | None = None) -> Any:
+    context, plan, pages = call.context, call.plan, call.pages
     core = context.core
     table = core.table
     needs_room = (
@@ -109,14 +111,14 @@ def _run_locked(
     if needs_room:
         if context.is_closed:
             context.refuse_closed(pages[0])
-        if plan.list_positions and _exceeds(context, pages, new_bytes):
-            split = run_split(run_operator, func, plan, args, kwargs, context)
+        if plan.list_positions and new_bytes > call.available_bytes():
+            split = run_split(run_operator, call)
             if split is not NotImplemented:
                 return split
         core.admit(pages, new_bytes, plan.name)
     written = None
     if plan.writes:
-        written = written_tensors(plan, args, kwargs)
+        written = call.written()
         for tensor in written:
             written_page = page_of(tensor)
             if written_page is not None:
@@ -124,9 +126,10 @@ def _run_locked(
                     # It may resize what a copy is reading. Whether the copy goes well is nothing
                     # to this operation: its bytes are about to be void.
                     with contextlib.suppress(TransferError):
-                        core.mover.settle(written_page)
+                        core.flight.settle(written_page)
                 core.written(written_page)
     core.running.append(pages)
+    core.device_policy.journal.append(pages)
     try:
         if context.current_executor is not None:
             for page in pages:
@@ -134,26 +137,20 @@ def _run_locked(
         with _guard():
             if probe is not None:
                 probe.start()
-            if context.is_cpu:
-                out = func(*args, **kwargs) if kwargs else func(*args)
-            else:
-                out = _run_on_cuda(context, func, plan, args, kwargs)
+            out = call.execute() if context.is_cpu else _run_on_cuda(call)
             if probe is not None:
                 probe.stop()
             if out.__class__ is _Tensor:
-                out = wrap_tensor(context, plan, out, args, unpaged)
+                out = wrap_tensor(context, plan, out, call.args, call.unpaged)
             elif out.__class__ is not tensor_class.paged:
-                out = wrap(context, plan, out, args, unpaged)
-                if plan.name in READ_RAW:
-                    for position in READ_RAW[plan.name]:
-                        context.hold_for_good(out[position])
+                out = wrap(context, plan, out, call.args, call.unpaged)
     finally:
         core.running.pop()
-        journal = core.device_policy.journal
-        journal.extend(pages)
         core.device_policy.trim()
         if written:
             compare_sizes(context, written)
+    for position in plan.kept:
+        context.hold_for_good(call.argument(position))
     if plan.is_foreach and written:
         count_versions(written)
     if table.device_used_bytes + core.overhead_bytes > core.budget_bytes:
@@ -191,27 +188,17 @@ class _Probe:
         return self.taken_bytes - max(0, kept)
 
 
-def _run_measured(
-    context: PagingContext,
-    func: Any,
-    plan: OperatorPlan,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    pages: list[Page],
-    unpaged: list[torch.Tensor],
-    key: Any,
-) -> Any:
+def _run_measured(call: Call, key: Any) -> Any:
     """The first operation of a signature: outputs are estimated, what it took is remembered."""
+    context, plan = call.context, call.plan
     core = context.core
-    least, estimate = context.sizes.estimate(plan, func, args, kwargs)
+    least, estimate = context.sizes.estimate(plan, call.func, call.args, call.kwargs)
     core.sample_overhead()
-    operand_bytes = _distinct_bytes(pages)
-    available = _available_bytes(context, pages)
-    wanted = context.sizes.cautious(plan, estimate, operand_bytes)
-    reserved = max(least, min(wanted, available))
+    wanted = context.sizes.cautious(plan, estimate, call.operand_bytes())
+    reserved = max(least, min(wanted, call.available_bytes()))
     created_before = core.table.created_bytes
     probe = None if context.is_cpu else _Probe(context)
-    out = _run_locked(context, func, plan, args, kwargs, pages, unpaged, reserved, probe)
+    out = _run_locked(call, reserved, probe)
     if key is not None:
         taken = None if probe is None else probe.need_bytes()
         context.sizes.observe(key, max(least, core.table.created_bytes - created_before), taken)
@@ -221,21 +208,15 @@ def _run_measured(
     return out
 
 
-def _run_unlocked(
-    context: PagingContext,
-    func: Any,
-    plan: OperatorPlan,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    pages: list[Page],
-    unpaged: list[torch.Tensor],
-) -> Any:
+def _run_unlocked(call: Call) -> Any:
     """An operator of another namespace: pinned, not locked, as it may wait for other threads."""
+    context, plan = call.context, call.plan
+    if is_functional(plan):
+        return run_functional(run_operator, call)
     core = context.core
-    distinct = list({page.id: page for page in pages}.values())
-    written = written_tensors(plan, args, kwargs)
+    distinct = call.distinct_pages()
+    written = call.written()
     with core.lock:
-        core.operation_index += 1
         for page in distinct:
             context.refuse_closed(page)
         core.admit(distinct, 0, plan.name)
@@ -247,56 +228,49 @@ def _run_unlocked(
         if context.current_executor is not None:
             for page in distinct:
                 context.note_executor(page)
-        core.device_policy.journal.extend(distinct)
+        core.device_policy.journal.append(list(distinct))  # which others append to
     try:
         with _guard():
-            out = func(*args, **(kwargs or {}))
-    finally:
-        core.unpin(distinct)
-    with core.lock:
+            # Perhaps Python code of others, which may wait; not `call.execute`, which is ours.
+            out = interruptible(partial(call.func, *call.args, **(call.kwargs or {})))
         if plan.name.startswith("c10d::"):
-            for page in distinct:  # the collective may still read them after it has returned
-                context.expose(page)
+            with core.lock:
+                hold_until_done(call, out, distinct)
+    finally:
+        core.unpin(distinct)  # not before they are held
+    with core.lock:
         compare_sizes(context, written)
         with _guard():
-            out = wrap(context, plan, out, args, unpaged)
+            out = wrap(context, plan, out, call.args, call.unpaged)
         core.sample_overhead()
         if core.free_bytes < 0:
             core.make_room(0, plan.name)
         return out
 
 
-def _run_on_cuda(
-    context: PagingContext,
-    func: Any,
-    plan: OperatorPlan,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-) -> Any:
+def _run_on_cuda(call: Call) -> Any:
     """Runs the operator; out of memory is retried while pages can go, if nothing was written."""
-    generators = _generators(context, args, kwargs) if plan.is_seeded else []
+    generators = _generators(call) if call.plan.is_seeded else []
     offsets = [generator.get_offset() for generator in generators]
     while True:
         try:
-            return func(*args, **(kwargs or {}))
+            return call.execute()
         except torch.OutOfMemoryError:
-            if plan.writes or not context.core.evict_for_retry():
+            if call.plan.writes or not call.context.core.evict_for_retry():
                 raise
             torch.cuda.empty_cache()
             for generator, offset in zip(generators, offsets, strict=True):
                 generator.set_offset(offset)
 
 
-def _generators(
-    context: PagingContext, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> list[torch.Generator]:
+def _generators(call: Call) -> list[torch.Generator]:
     """The CUDA generators that the operation may draw from."""
     given = [
         value
-        for value in (*args, *(kwargs or {}).values())
+        for value in (*call.args, *(call.kwargs or {}).values())
         if isinstance(value, torch.Generator) and value.device.type == "cuda"
     ]
-    return given or [torch.cuda.default_generators[context.device.index or 0]]
+    return given or [torch.cuda.default_generators[call.context.device.index or 0]]
 
 
 def _is_on(
@@ -345,22 +319,6 @@ def unaliased(value: Any) -> Any:
     return value if origin is None else origin
 
 
-def _distinct_bytes(pages: list[Page]) -> int:
-    return sum(page.frame_bytes for page in {page.id: page for page in pages}.values())
-
-
-def _available_bytes(context: PagingContext, pages: list[Page]) -> int:
-    """What an operation may create beside its operands, if everything evictable goes."""
-    core = context.core
-    taken = core.overhead_bytes + core.pinned_bytes(pages) + _distinct_bytes(pages)
-    return core.budget_bytes - taken
-
-
-def _exceeds(context: PagingContext, pages: list[Page], new_bytes: int) -> bool:
-    """Whether the operands and outputs cannot be on the device together."""
-    return new_bytes > _available_bytes(context, pages)
-
-
 def adopt_results(
     context: PagingContext,
     plan: OperatorPlan,
@@ -378,6 +336,8 @@ def adopt_results(
         context.core.drain()
         with _guard():
             wrapped = wrap(context, plan, out, args, unpaged)
+        if is_functional(plan):
+            hold_until_boundary(context, wrapped)
         if context.core.free_bytes < 0:
             context.core.make_room(0, plan.name)
         return wrapped
@@ -387,5 +347,5 @@ def two_pagers(plan: OperatorPlan, page: Page) -> PagerError:
     """The error for operands of two pagers: neither could make room for the other's pages."""
     return PagerError(
         f"{plan.name} got operands of two pagers (the other owns {page!r}); "
-        f"unpage() one of them, or clone() it under the other's context"
+        f"unpage() one of them, or use the plain copy that its pager's recover() gives"
     )

@@ -114,9 +114,11 @@ def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
         made = context.copies.get(page.id)
         flat = made[1]() if made is not None and made[0] == context.core.operation_index else None
         if flat is None:
-            source = _flat_bytes(context, page)
+            # Not by way of an alias, which counts as a write: a state can be saved on a disk that
+            # refuses writes only as long as pages that are clean stay so.
+            context.fault_in(page, "copy")
             flat = torch.empty(page.nbytes, dtype=torch.uint8, device=context.device)
-            flat.copy_(source)
+            flat.copy_(torch.empty(0, dtype=torch.uint8, device=context.device).set_(page.memory()))
             # The storage's object lives as long as any tensor on it, the tensor's only as long as
             # we look.
             context.copies[page.id] = (context.core.operation_index, _weak_flat(flat))

@@ -16,7 +16,7 @@ from tvm_pager.runtime.storage import page_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tvm_pager.runtime.context import PagingContext
+    from tvm_pager.runtime.call import Call
     from tvm_pager.runtime.schema import OperatorPlan
 
 __all__ = ["run_split"]
@@ -24,45 +24,33 @@ __all__ = ["run_split"]
 _aten = torch.ops.aten
 
 
-def run_split(
-    run: Callable[..., Any],
-    func: Any,
-    plan: OperatorPlan,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    context: PagingContext,
-) -> Any:
+def run_split(run: Callable[..., Any], call: Call) -> Any:
     """Runs a list operator in parts that fit, through `run`.
 
     NotImplemented if the operator cannot be split.
     """
-    if plan.name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")):
-        return _run_chunks(run, func, plan, args, kwargs, context)
-    if plan.name == "aten::cat.default" and len(args[0]) > 1:
-        return _run_copies(run, func, args, context, stacks=False)
-    if plan.name == "aten::stack.default" and len(args[0]) > 1:
-        return _run_copies(run, func, args, context, stacks=True)
+    name = call.plan.name
+    if name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")):
+        return _run_chunks(run, call)
+    if name in ("aten::cat.default", "aten::stack.default") and len(call.args[0]) > 1:
+        return _run_copies(run, call, stacks=name.startswith("aten::stack"))
     return NotImplemented
 
 
-def _run_chunks(
-    run: Callable[..., Any],
-    func: Any,
-    plan: OperatorPlan,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    context: PagingContext,
-) -> Any:
+def _run_chunks(run: Callable[..., Any], call: Call) -> Any:
+    args, plan = call.args, call.plan
     length = len(args[0])
     if length < 2:
         return NotImplemented
-    core = context.core
+    core = call.context.core
     capacity = core.budget_bytes - core.overhead_bytes - core.pinned_bytes(())
     results: list[Any] = []
     for begin, end in _chunks(plan, args, length, capacity):
         part = tuple(_slice(value, begin, end, length) for value in args)
-        named = {name: _slice(value, begin, end, length) for name, value in (kwargs or {}).items()}
-        result = run(func, part, named, context)
+        named = {
+            name: _slice(value, begin, end, length) for name, value in (call.kwargs or {}).items()
+        }
+        result = run(call.func, part, named, call.context)
         if result is not None:
             results.extend(result)
     return results if plan.num_returns else None
@@ -99,18 +87,12 @@ def _slice(value: Any, begin: int, end: int, length: int) -> Any:
     return value
 
 
-def _run_copies(
-    run: Callable[..., Any],
-    func: Any,
-    args: tuple[Any, ...],
-    context: PagingContext,
-    *,
-    stacks: bool,
-) -> Any:
+def _run_copies(run: Callable[..., Any], call: Call, *, stacks: bool) -> Any:
+    args, context = call.args, call.context
     tensors = list(args[0])
     dim = args[1] if len(args) > 1 else 0
     with torch._C._DisableTorchDispatch():
-        meta = func(
+        meta = call.func(
             [
                 torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta")
                 for t in tensors

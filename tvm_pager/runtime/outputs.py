@@ -3,6 +3,14 @@
 Room must be made before an operation runs: making it afterwards exceeds the budget by the largest
 output. The size is found once per signature (operator, shapes, dtypes, scalars) with meta tensors,
 corrected by what the operation really created and, on CUDA, by the workspace it was seen to take.
+
+[Note: Numbers in a signature]
+    A fraction beside tensors scales values and never sizes; of it only the type counts, which
+    decides on the result's dtype. AdamW hands over another one at each step
+    (`addcdiv_(value=-step_size)`), and would never find what it has measured. Integers may be
+    sizes, fractions in lists may be scale factors (`upsample_nearest1d.vec`), and without tensors
+    `arange` has sizes made of them: these stay, except in the lists of `_foreach_*`, one of which
+    is a number per tensor. `True == 1` has a type of its own too.
 """
 
 from __future__ import annotations
@@ -11,6 +19,8 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from tvm_pager.runtime.schema import plan_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -28,6 +38,7 @@ _OPAQUE_WORKSPACE = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "at
 _OPAQUE_FACTOR = 32
 
 _guard = torch._C._DisableTorchDispatch
+_FRACTIONS = frozenset({float, complex})
 
 
 class OutputSizes:
@@ -53,15 +64,16 @@ class OutputSizes:
         Flat arguments give the key that dispatch.py builds inline.
         """
         parts: list[Any] = [id(func)]
-        _sign(args, parts)
-        if kwargs:
-            for name, value in kwargs.items():
-                parts.append(name)
-                _sign((value,), parts)
-        key = tuple(parts)
+        plan = plan_of(func)
         try:
+            _sign(args, parts, plan)
+            if kwargs:
+                for name, value in kwargs.items():
+                    parts.append(name)
+                    _sign((value,), parts, plan)
+            key = tuple(parts)
             hash(key)
-        except TypeError:
+        except (TypeError, RuntimeError):  # not hashable; a nested tensor, which has no shape
             return None
         return key
 
@@ -134,19 +146,39 @@ class OutputSizes:
         return None if self._num_allocated is None else self._num_allocated()
 
 
-def _sign(values: Sequence[Any], parts: list[Any]) -> None:
+def _sign(values: Sequence[Any], parts: list[Any], plan: OperatorPlan) -> None:
+    """See [Note: Numbers in a signature]."""
+    takes_tensors = plan.tensor_positions or plan.list_positions
+    for value in values:
+        kind = value.__class__
+        if isinstance(value, torch.Tensor):
+            parts.append(value.shape)
+            parts.append(value.dtype)
+        elif isinstance(value, (list, tuple)):
+            parts.append(_signed_list(value, plan))
+        elif isinstance(value, torch.UntypedStorage):
+            parts.append(value.nbytes())  # the object itself would live as long as the signature
+        elif kind is torch.Generator:
+            parts.append(kind)  # likewise
+        elif kind is bool or (kind in _FRACTIONS and not takes_tensors):
+            parts.append(kind)
+            parts.append(value)
+        else:
+            parts.append(kind if kind in _FRACTIONS else value)
+
+
+def _signed_list(values: Sequence[Any], plan: OperatorPlan) -> tuple[Any, ...]:
+    parts: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
             parts.append(value.shape)
             parts.append(value.dtype)
         elif isinstance(value, (list, tuple)):
-            nested: list[Any] = []
-            _sign(value, nested)
-            parts.append(tuple(nested))
-        elif isinstance(value, torch.UntypedStorage):
-            parts.append(value.nbytes())  # the object itself would live as long as the signature
+            parts.append(_signed_list(value, plan))
         else:
-            parts.append(value)
+            kind = value.__class__
+            parts.append(kind if plan.is_foreach and kind in _FRACTIONS else value)
+    return tuple(parts)
 
 
 def _tensor_bytes(values: Sequence[Any], ranks: list[int]) -> int:

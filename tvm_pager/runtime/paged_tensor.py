@@ -8,6 +8,7 @@ test: tests/tensor/test_escapes.py).
 from __future__ import annotations
 
 import copy
+import multiprocessing.context
 import multiprocessing.reduction
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
 from tvm_pager.errors import UnpageableError
-from tvm_pager.runtime.dispatch import run
+from tvm_pager.runtime.dispatch import dispatch
 from tvm_pager.runtime.exports import plain_alias, plain_copy, storage_alias
 from tvm_pager.runtime.results import tensor_class
 from tvm_pager.runtime.storage import page_of
@@ -31,6 +32,8 @@ __all__ = ["PagedTensor"]
 
 _Base = torch._C.TensorBase
 _guard = torch._C._DisableTorchDispatch
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_python = torch._C.DispatchKey.Python
 
 
 class PagedTensor(torch.Tensor):
@@ -45,14 +48,7 @@ class PagedTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for kind in types:
-            if kind is not PagedTensor and kind is not torch.Tensor:
-                return NotImplemented  # a foreign subclass knows its own components
-        return run(func, args, kwargs, None)
+    __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
 
     # --- raw pointers ----------------------------------------------------------------------------
 
@@ -125,7 +121,10 @@ class PagedTensor(torch.Tensor):
     def tolist(self) -> Any:
         return plain_alias(self).tolist()
 
-    # CPython reaches these slots from C (`torch.tensor([paged[0]])`), where dispatch is off.
+    def item(self) -> Any:
+        # C code reaches the slots below with dispatch off: `torch.tensor([paged])`.
+        return plain_alias(self).item() if _is_excluded(_python) else _Base.item(self)
+
     def __bool__(self) -> bool:
         return bool(plain_alias(self)) if self.numel() != 1 else bool(self.item())
 
@@ -201,9 +200,12 @@ class PagedTensor(torch.Tensor):
         with torch.no_grad():
             copied = self._copy_storage(memo)
         copied.requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        if getattr(self, "_is_param", False):
+            copied._is_param = True  # torch copies neither gradient nor attributes of a Parameter
+            return copied
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
-        memo[id(self)] = copied
         for name, value in self.__dict__.items():
             setattr(copied, name, copy.deepcopy(value, memo))
         return copied
@@ -246,7 +248,17 @@ class PagedTensor(torch.Tensor):
 def _reduce_for_processes(tensor: PagedTensor) -> Any:
     """Tensors sent to other processes travel as plain copies in shared memory."""
     reduce: Any = torch.multiprocessing.reductions.reduce_tensor
-    return reduce(plain_copy(tensor))
+    plain = plain_copy(tensor).requires_grad_(tensor.requires_grad)
+    if getattr(tensor, "_is_param", False):
+        plain = torch.nn.Parameter(plain.detach(), tensor.requires_grad)
+    elif not tensor.is_leaf:
+        plain = plain.view_as(plain)  # so that torch refuses what it refuses in plain torch
+    child = multiprocessing.context.get_spawning_popen()
+    if child is not None:
+        # It inherits the copy's descriptor when it starts; in plain torch the tensor itself is
+        # shared, and lives.
+        vars(child).setdefault("_tvm_copies", []).append(plain)
+    return reduce(plain)
 
 
 _to_dlpack: Any = vars(torch.utils.dlpack)["to_dlpack"]

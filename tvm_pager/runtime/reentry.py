@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tvm_pager.errors import PagerError
 from tvm_pager.runtime.adoption import adopt, is_adoptable
+from tvm_pager.runtime.storage import page_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,12 +50,36 @@ class ModuleEntry:
                 for module in owner.modules():
                     self._modules.discard(module)
 
+    def names(self) -> dict[int, str]:
+        """Gives the pages of all these modules, by id: dotted name and shape.
+
+        O(modules and tensors).
+        """
+        modules = list(self._modules)
+        inner = {
+            inside for module in modules for inside in module.modules() if inside is not module
+        }
+        found: dict[int, str] = {}
+        for root in modules:
+            if root not in inner:
+                for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+                    grad = tensor.grad if tensor.is_leaf else None
+                    for label, part in ((name, tensor), (f"{name}.grad", grad)):
+                        page = None if part is None else page_of(part)
+                        if page is not None and part is not None:
+                            found.setdefault(page.id, f"{label} {tuple(part.shape)}")
+        return found
+
     def close(self) -> None:
         self._hook.remove()
 
     def _enter(self, module: torch.nn.Module) -> None:
-        if not self.watches_all and module not in self._modules:
+        if self._context.is_closed:
             return
+        if module not in self._modules:
+            if not self.watches_all:
+                return
+            self._modules.add(module)  # for its names
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and is_adoptable(self._context, tensor):

@@ -13,17 +13,24 @@ import torch
 from tvm_pager.runtime.storage import PAGE_ATTRIBUTE, page_of_storage, storage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from tvm_pager.runtime.context import PagingContext
     from tvm_pager.runtime.schema import OperatorPlan
 
 __all__ = ["TensorClass", "compare_sizes", "count_versions", "tensor_class", "wrap", "wrap_tensor"]
 
-# torch keeps this one in a cache of its own, for the life of the process.
-_NEVER_PAGED = frozenset({"aten::_cudnn_init_dropout_state.default"})
+_NEVER_PAGED = frozenset(
+    {
+        # torch keeps it in a cache of its own, for the life of the process.
+        "aten::_cudnn_init_dropout_state.default",
+        # Their storage holds a C++ object, not bytes.
+        "aten::fbgemm_pack_gemm_matrix_fp16.default",
+        "aten::fbgemm_pack_quantized_matrix.default",
+        "aten::fbgemm_pack_quantized_matrix.KN",
+    }
+)
 
-_make_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_subclass
 _Tensor = torch.Tensor
 
 
@@ -86,14 +93,12 @@ def wrap_tensor(
             return out
     elif args and args[0] is out:
         return out  # type: ignore[no-any-return]  # narrowed to an element of `args`
-    return _make_subclass(tensor_class.paged, out)
+    return out.as_subclass(tensor_class.paged)
 
 
 def _like(tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Views of an unpaged tensor stay unpaged and of its class: code making Parameters insists."""
-    return (
-        _make_subclass(tensor_class.paged, out) if tensor.__class__ is tensor_class.paged else out
-    )
+    return out.as_subclass(tensor_class.paged) if tensor.__class__ is tensor_class.paged else out
 
 
 def _shares(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

@@ -24,9 +24,10 @@ from typing import Any, Final
 import torch
 
 from tvm_pager.errors import UnpageableError
+from tvm_pager.runtime.bindings import binding_of
 
 __all__ = [
-    "READ_RAW",
+    "KEPT_BY_RESULT",
     "UNDECLARED_WRITES",
     "OperatorPlan",
     "plan_of",
@@ -62,6 +63,8 @@ UNDECLARED_WRITES: Final[dict[str, tuple[str, ...]]] = {
     # Dropout between layers advances the random state, a tensor that torch caches per device.
     "aten::_cudnn_rnn": ("dropout_state",),  # CUDA, seen on a GPU
     "aten::miopen_rnn": ("dropout_state",),  # ROCm, by analogy
+    # A composite that clips the weight where it lies; dispatched whole (composites.py).
+    "aten::_saturate_weight_to_fp16": ("weight",),
     # Collectives write their outputs, perhaps after the call has returned: dirty bits are not
     # enough, the pages stay pinned until the `Work` is done. Inputs are read only.
     "c10d::allreduce_": ("tensors",),
@@ -100,9 +103,14 @@ UNDECLARED_WRITES: Final[dict[str, tuple[str, ...]]] = {
     "fsdp::all_gather_copy_in": ("all_gather_output",),
 }
 
-# Composite operators above dispatch read these results through raw pointers (`lstm`,
-# `pad_packed_sequence`: the batch sizes), so they never leave the device.
-READ_RAW: Final[dict[str, tuple[int, ...]]] = {"aten::_pack_padded_sequence.default": (1,)}
+# Operators whose result keeps these operands in C++ and reads them by pointer later: from then on
+# they never leave the device.
+KEPT_BY_RESULT: Final[dict[str, tuple[str, ...]]] = {
+    "aten::quantize_per_channel": ("scales", "zero_points"),
+    "aten::_make_per_channel_quantized_tensor": ("scale", "zero_point"),
+    "aten::_empty_per_channel_affine_quantized": ("scales", "zero_points"),
+    "aten::_nested_view_from_buffer": ("nested_size", "nested_strides", "offsets"),
+}
 
 _TRUSTED_NAMESPACES: Final = frozenset({"aten", "prim", "prims"})
 
@@ -133,11 +141,12 @@ class OperatorPlan:
     is_foreach: bool
     is_native: bool  # an aten operator: runs under the pager's lock, since it waits for nobody
     has_storage_args: bool  # takes a bare Storage, which no tensor argument names
+    kept: tuple[int, ...]  # the arguments that its result keeps; see KEPT_BY_RESULT
     num_returns: int
     # Tensor operands by position only, none of them resized: the fast path of dispatch.py takes it.
     is_flat: bool
     operator: Any  # keeps the OpOverload alive
-    call: Callable[..., Any]  # it, without the Python frame of `OpOverload.__call__` (0.3 us)
+    call: Callable[..., Any]  # it, the quick way; see bindings.py
 
 
 # For look-ups on the hot path; `plan_of` is the only writer. By `id`, because an OpOverload's hash
@@ -277,6 +286,7 @@ def _build(func: torch._ops.OpOverload) -> OperatorPlan:
         is_foreach=name.startswith("aten::_foreach_"),
         is_native=name.startswith("aten::"),
         has_storage_args="storage" in kinds,
+        kept=tuple(names.index(argument) for argument in KEPT_BY_RESULT.get(schema.name, ())),
         num_returns=len(schema.returns),
         is_flat=(
             not lists
@@ -286,10 +296,10 @@ def _build(func: torch._ops.OpOverload) -> OperatorPlan:
             and not any(arguments[position].kwarg_only for position in (*written, *tensors))
             and not any(word in schema.name for word in ("resize", "set_", "lift_fresh"))
             and not (returns_alias and not written and _is_composite(name))
-            and name not in READ_RAW
+            and schema.name not in KEPT_BY_RESULT
         ),
         operator=func,
-        call=getattr(func, "_op", func),
+        call=binding_of(func),
     )
 
 
