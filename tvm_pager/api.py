@@ -11,34 +11,25 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
-import psutil
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tvm_pager.assembly import assemble
 from tvm_pager.config import PagerConfig
-from tvm_pager.errors import ConfigError, PagerClosedError, PagerError
+from tvm_pager.errors import ConfigError, PagerClosedError, PagerError, TransferError
+from tvm_pager.interrupts import Shield
 from tvm_pager.memory import Tier
-from tvm_pager.observe.counters import Counters, Stats
-from tvm_pager.paging import DemandPager
-from tvm_pager.paging.pager import UNLIMITED_BYTES
-from tvm_pager.planning import load_policy
+from tvm_pager.observe.counters import Stats
 from tvm_pager.runtime import adoption, closing
 from tvm_pager.runtime.checkpoint import LoadReport, load
 from tvm_pager.runtime.compilation import allow_compilation, refuse_compilation
-from tvm_pager.runtime.context import PagingContext
-from tvm_pager.runtime.device import (
-    check_device_budget,
-    free_device_bytes,
-    prepare_cuda,
-    resolve_device,
-)
+from tvm_pager.runtime.composites import cover_raw_reads, uncover_raw_reads
+from tvm_pager.runtime.device import check_device_budget
 from tvm_pager.runtime.dispatch import PagingMode
 from tvm_pager.runtime.exports import plain_copy
 from tvm_pager.runtime.reentry import ModuleEntry
 from tvm_pager.runtime.storage import page_of
-from tvm_pager.transfer.checksum import Checksums
-from tvm_pager.transfer.swap_file import usable_bytes
-from tvm_pager.transfer.torch_backend import TorchBackend
+from tvm_pager.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -57,14 +48,17 @@ class Pager:
     they compute.
 
     Args:
-        device: budget of the device tier: "4GiB", bytes, or a fraction of the free memory. None:
-            all of it.
-        host: budget of page-locked DRAM, staging included. None: half of the physical memory.
+        device: budget of the device tier: "4GiB", bytes, or a fraction of what is free on the
+            card less `headroom`. None: all of that.
+        host: budget of page-locked DRAM, staging included. None: half of what the machine, its
+            control group (container) and ulimits allow, or of what of that is free now.
         nvme: directory for the swap file; None: two tiers. The file has no name, mode 0600, and
             vanishes with the process. Its blocks are not wiped: use an encrypted volume where that
             matters.
         nvme_bytes: size of the swap file. None: four times device and host, at most half of the
             free space.
+        headroom: device memory to leave free where `device` is a fraction or None. None: 512 MiB or
+            2 % of the card, whichever is more.
         policy: name of the replacement policy: "lru", "clock" or an installed entry point.
         torch_device: "cuda", "cuda:1", "cpu". None: CUDA if there is a device, else CPU tensors
             stand in for it.
@@ -86,6 +80,7 @@ class Pager:
         nvme: str | os.PathLike[str] | None = None,
         *,
         nvme_bytes: int | float | str | None = None,
+        headroom: int | float | str | None = None,
         policy: str = "lru",
         torch_device: str | torch.device | None = None,
         engine: str = "auto",
@@ -99,6 +94,7 @@ class Pager:
             "host": host,
             "nvme": nvme,
             "nvme_bytes": nvme_bytes,
+            "headroom": headroom,
             "policy": policy,
             "torch_device": None if torch_device is None else str(torch_device),
             "engine": engine,
@@ -107,54 +103,20 @@ class Pager:
             "strict": strict,
         }
         self.config = PagerConfig.from_options(options, config=config, environ=os.environ)
-        make_policy = load_policy(self.config.policy)  # first: a misspelt name costs no slab
-        self.torch_device = resolve_device(self.config.torch_device)
-        is_cuda = self.torch_device.type == "cuda"
-        budgets = self.config.resolve(
-            free_device_bytes(self.torch_device), psutil.virtual_memory().total
-        )
-        self._budgets = budgets
-        check_device_budget(budgets.device_bytes, self.torch_device)
-        self._counters = Counters()
-        if is_cuda:
-            prepare_cuda(self.torch_device)
-        device_bytes = UNLIMITED_BYTES if budgets.device_bytes is None else budgets.device_bytes
-        nvme_budget = budgets.nvme_bytes
-        if budgets.nvme_directory is not None and nvme_budget is None:
-            known = min(device_bytes, psutil.virtual_memory().total) + budgets.host_bytes
-            nvme_budget = min(4 * known, usable_bytes(budgets.nvme_directory) // 2)
-        self._backend = TorchBackend(
-            self.torch_device,
-            budgets.host_bytes,
-            budgets.nvme_directory,
-            nvme_budget or 0,
-            engine=self.config.engine,
-        )
-        owner = self._backend.current_executor()
-        self._core = DemandPager(
-            self._backend,
-            device_bytes,
-            make_policy,
-            segment_bytes=budgets.segment_bytes,
-            sink=self._counters,
-            strict=self.config.strict,
-            owner_executors=() if owner is None else (owner,),
-            checker=Checksums(self.torch_device) if self.config.check else None,
-        )
-        self._backend.accounted_bytes = lambda: self._core.table.device_used_bytes
-        self._context = PagingContext(
-            self._core,
-            self.torch_device,
-            num_allocated=self._backend.num_allocated_bytes if is_cuda else None,
-            current_executor=self._backend.current_executor if is_cuda else None,
-            owner_executor=owner,
-            check=self.config.check,
-        )
-        for text in self._backend.notices:
-            self._core.notice(text)
+        self._shield = Shield()
+        try:
+            self._parts = assemble(self.config)
+        except BaseException:
+            self._shield.lower()
+            raise
+        self.torch_device = self._parts.device
+        self._backend, self._core = self._parts.backend, self._parts.core
+        self._context, self._counters = self._parts.context, self._parts.counters
+        self._pass_on_notices()
         self._entry = ModuleEntry(self._context)
         self._mode: PagingMode | None = None
         refuse_compilation()
+        cover_raw_reads()
         # Through a weak reference: the hook is global, and must not keep a forgotten pager's slab
         # and file.
         after_step = weakref.WeakMethod(self._after_step)
@@ -192,7 +154,9 @@ class Pager:
         _active.pager = None
         self._entry.watches_all = False
         mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as above
-        self.close()
+        failure = self._end(restore=True, gives_up=True)
+        if failure is not None and error is None:  # else the block's own error counts
+            raise failure
 
     # --- paging ----------------------------------------------------------------------------------
 
@@ -272,6 +236,20 @@ class Pager:
         self._refuse_closed("evict_all")
         return self._core.evict_all()
 
+    def prefetch(self, *tensors: torch.Tensor) -> int:
+        """Starts bringing tensors back to the device; returns how many are on their way.
+
+        Never blocks for a copy and never evicts: what finds no room beside the largest operation so
+        far stays where it is. An operation that needs one of them before it has arrived waits for
+        what is left of its copy, and one that needs the room calls it off.
+        """
+        self._refuse_closed("prefetch")
+        with self._core.lock:
+            pages = [page for tensor in tensors if (page := page_of(tensor)) is not None]
+            return sum(
+                self._core.prefetcher.start(page) for page in pages if page.pager is self._context
+            )
+
     def release(self, tensor: torch.Tensor) -> bool:
         """Ends the pin that `tensor.data_ptr()` took; True if there was one.
 
@@ -283,9 +261,13 @@ class Pager:
     def step(self) -> None:
         """Marks an iteration boundary: pointers taken before it end.
 
-        `optimizer.step()` does this by itself.
+        `optimizer.step()` does this by itself. The device budget is adapted here to what other
+        processes have left of the card.
         """
         self._context.step()
+        if self._parts.room is not None:
+            with self._core.lock:
+                self._parts.room.adapt()
 
     def recover(self, tensor: torch.Tensor) -> torch.Tensor:
         """A plain CPU copy of a paged tensor, also after a `close` that found no room for it."""
@@ -298,6 +280,31 @@ class Pager:
         seen = torch.as_strided(flat, tensor.size(), tensor.stride(), tensor.storage_offset())
         return seen.clone()
 
+    def set_budgets(self, device: int | str | None = None, host: int | str | None = None) -> None:
+        """Changes budgets while the pager runs; None leaves one as it is. Blocks.
+
+        Args:
+            device: bytes or "4GiB": what does not fit any more is evicted.
+            host: likewise, staging included: slab memory beyond it is given back, what lies there
+                moves.
+
+        Raises:
+            BudgetError: what is pinned or in use does not fit; that budget is what it was.
+            CommitError: all tiers together could not back the live tensors; likewise.
+            ConfigError: no size, or more than this machine has.
+        """
+        self._refuse_closed("set_budgets")
+        core = self._core
+        with core.lock:
+            if host is not None:
+                core.budgets.set_host(self._backend.page_space_of(parse_bytes(host)))
+            if device is not None:
+                nbytes = parse_bytes(device)
+                check_device_budget(nbytes, self.torch_device)
+                core.budgets.set_device(nbytes)
+                if self._parts.room is not None:
+                    self._parts.room.asked_bytes = nbytes
+
     # --- looking ---------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
@@ -306,11 +313,12 @@ class Pager:
         with core.lock:
             if not self._context.is_closed:
                 core.drain()
+            self._pass_on_notices()
             return Stats(
                 device_budget_bytes=core.budget_bytes,
                 device_peak_bytes=core.table.device_peak_bytes,
-                host_budget_bytes=self._budgets.host_bytes,
-                host_peak_bytes=self._backend.host_mapped_bytes,
+                host_budget_bytes=self._backend.host_budget_bytes,
+                host_peak_bytes=self._backend.host_peak_bytes,
                 nvme_budget_bytes=self._backend.nvme_capacity_bytes,
                 nvme_peak_bytes=core.table.frames[Tier.NVME].peak_bytes,
                 bytes_by_lane=dict(counters.bytes_by_lane),
@@ -326,6 +334,9 @@ class Pager:
                 num_policy_errors=sum(policy.num_errors for policy in core.policies.values()),
                 notices=list(counters.notices),
                 engine=self._backend.engine_text,
+                thrashing=counters.fetches.thrashing(
+                    core.budget_bytes, core.overhead_bytes, self._entry.names
+                ),
             )
 
     def check_invariants(self) -> None:
@@ -356,20 +367,40 @@ class Pager:
         Args:
             restore: False gives up what is not on the device, for a process that is about to end:
                 nothing is read back, and using such a tensor raises `PagerClosedError`.
+
+        Raises:
+            TransferError: a page could not be read back. The pager stays open for another try, or
+                for `restore=False`; the end of a `with` block closes it all the same.
+            KeyboardInterrupt: likewise.
         """
+        failure = self._end(restore=restore, gives_up=False)
+        if failure is not None:
+            raise failure
+
+    def _end(self, *, restore: bool, gives_up: bool) -> TransferError | None:
         if self._context.is_closed:
-            return
-        self._hook.remove()
-        self._entry.close()
-        allow_compilation()
+            return None
         gc.collect()  # dead cycles must not be read back
         with self._core.lock:
-            closing.end(self._context, self._backend, restore=restore)
+            failure = closing.end(self._context, self._backend, restore=restore, gives_up=gives_up)
+        if self._context.is_closed:
+            self._hook.remove()
+            self._entry.close()
+            allow_compilation()
+            uncover_raw_reads()
+            self._shield.lower()
+        return failure
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Learns what pages hold; takes the end of `optimizer.step()` for an iteration boundary."""
-        self._context.classify_optimizer(optimizer)
-        self._context.step()
+        if not self._context.is_closed:  # it is, in a forked child
+            self._context.classify_optimizer(optimizer)
+            self.step()
+
+    def _pass_on_notices(self) -> None:
+        """Tells what the backend has found out, also on the way: a disk that refuses direct I/O."""
+        for text in (*self._parts.budgets.notices, *self._backend.notices):
+            self._context.notice_once(text)
 
     def _refuse_closed(self, what: str) -> None:
         if self._context.is_closed:
@@ -378,7 +409,8 @@ class Pager:
 
 def active_pager() -> Pager | None:
     """The pager whose context is open in this thread."""
-    return getattr(_active, "pager", None)
+    pager: Pager | None = getattr(_active, "pager", None)
+    return None if pager is None or pager.closed else pager
 
 
 def page(

@@ -1,4 +1,6 @@
-"""The command line: `run` pages an unmodified script, `demo` shows that the numbers agree.
+"""The command line: `run` pages an unmodified script, `verify` compares it with a plain run.
+
+`demo` does both with a model of its own.
 
 Nothing here imports torch before a command needs it, so that `--help` and mistakes answer at once.
 """
@@ -6,21 +8,19 @@ Nothing here imports torch before a command needs it, so that `--help` and mista
 from __future__ import annotations
 
 import argparse
-import concurrent.futures.thread
-import io
-import os
-import runpy
+import atexit
 import sys
 import threading
-import types
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tvm_pager import __version__
 from tvm_pager.config import ENGINES
 from tvm_pager.demo import DemoOptions, run_demo
-from tvm_pager.errors import ConfigError, PagerError
+from tvm_pager.errors import PagerError
+from tvm_pager.observe.profile import command as profile_command
 from tvm_pager.observe.table import format_stats
+from tvm_pager.script import Script, join_threads, report
+from tvm_pager.verify import VerifyOptions, run_verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +70,9 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
+    _add_verify(commands)
     _add_demo(commands)
+    profile_command.add_parser(commands, _open_pager)
     return parser
 
 
@@ -97,7 +99,49 @@ def _add_run(commands: Any) -> None:
         description="Runs a script as python would, with its tensors paged.",
         allow_abbrev=False,
     )
+    _add_pager_options(parser)
+    parser.add_argument("--no-table", action="store_true", help="print no table at exit")
+    _add_script(parser)
+    parser.set_defaults(command=_run)
+
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="run your script plain and paged, and name the first tensor that differs",
+        description="Runs an unmodified script twice for some steps, plain and paged, each in a "
+        "process of its own, and compares the bits of forward outputs, losses, buffers, gradients, "
+        "weights and optimizer states at each step. A step is one optimizer.step(), or without an "
+        "optimizer one call of a model. Exit code 0: equal; 1: different; 2: not compared (usage, "
+        "the script fails by itself, or the budgets are too small).",
+        allow_abbrev=False,
+    )
+    _add_pager_options(parser)
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="default: 3")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed random, numpy and torch first")
+    parser.add_argument(
+        "--no-deterministic", action="store_true", help="let torch choose its fastest kernels"
+    )
+    parser.add_argument(
+        "--no-self-check", action="store_true", help="after a difference, do not run plain again"
+    )
+    parser.add_argument(
+        "--trace", action="store_true", help="after a difference, look for the operation"
+    )
+    parser.add_argument(
+        "--max-elements", type=int, default=3, metavar="N", help="differing elements to show"
+    )
+    parser.add_argument("--verbose", action="store_true", help="show what the script prints")
+    _add_script(parser)
+    parser.set_defaults(command=_verify)
+
+
+def _add_pager_options(parser: argparse.ArgumentParser) -> None:
+    """Every option of `Pager`; `_pager_options` reads them back."""
     _add_budgets(parser)
+    parser.add_argument(
+        "--headroom", metavar="SIZE", help="device memory left free without a budget in bytes"
+    )
     parser.add_argument("--nvme-bytes", metavar="SIZE", help="size of the swap file")
     parser.add_argument("--engine", default="auto", choices=ENGINES, help="who moves bytes to NVMe")
     parser.add_argument("--segment-bytes", metavar="SIZE", help="size of the pieces that move")
@@ -110,14 +154,15 @@ def _add_run(commands: Any) -> None:
     parser.add_argument(
         "--config", metavar="FILE.json", help="options by name; those given here win"
     )
-    parser.add_argument("--no-table", action="store_true", help="print no table at exit")
+
+
+def _add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="run a module, like python -m"
     )
     parser.add_argument("script", help="path of the script, or with -m the name of a module")
     # Everything behind the script is the script's, whatever it looks like.
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    parser.set_defaults(command=_run)
 
 
 def _add_demo(commands: Any) -> None:
@@ -161,87 +206,66 @@ def _demo(arguments: argparse.Namespace) -> int:
     return run_demo(options)
 
 
+def _verify(arguments: argparse.Namespace) -> int:
+    options = VerifyOptions(
+        script=Script(arguments.script, arguments.arguments, arguments.is_module),
+        pager=_pager_options(arguments),
+        config=arguments.config,
+        num_steps=arguments.steps,
+        seed=arguments.seed,
+        is_deterministic=not arguments.no_deterministic,
+        has_self_check=not arguments.no_self_check,
+        has_trace=arguments.trace,
+        max_elements=arguments.max_elements,
+        shows_output=arguments.verbose,
+    )
+    return run_verify(options)
+
+
 def _run(arguments: argparse.Namespace) -> int:
-    if not arguments.is_module and not os.path.exists(arguments.script):
-        raise ConfigError(f"{arguments.script}: no such script; with -m a module's name is meant")
+    script = Script(arguments.script, arguments.arguments, arguments.is_module)
     from tvm_pager.api import Pager  # torch comes with it
 
-    names = "device host nvme nvme_bytes policy torch_device engine segment_bytes check strict"
-    options = {name: getattr(arguments, name) for name in names.split()}
-    given = {name: value for name, value in options.items() if value is not None}
-    pager = Pager(config=arguments.config, **given)
+    pager = Pager(config=arguments.config, **_pager_options(arguments))
     threads_before = set(threading.enumerate())
+    handlers_before = atexit._ncallbacks()
     with pager:
         try:
-            exit_code = _run_as_main(arguments)
+            exit_code = _run_script(script)
         finally:
-            _join_threads(threads_before)
+            join_threads(threads_before)
             if not arguments.no_table:
                 _print_table(pager)
+            # The process is about to end, and reading everything back would be for nobody; unless
+            # the script has left a handler for the exit, which may save what it trained.
+            pager.close(restore=atexit._ncallbacks() > handlers_before)
     return exit_code
 
 
-def _run_as_main(arguments: argparse.Namespace) -> int:
-    """Runs script or module as `__main__`; an exception is reported as python would report it."""
-    sys.argv = [arguments.script, *arguments.arguments]
-    is_plain_file = not arguments.is_module and Path(arguments.script).is_file()
-    first_path = os.getcwd()
-    if not arguments.is_module:
-        path = Path(arguments.script).resolve()  # python follows links here
-        first_path = str(path if path.is_dir() else path.parent)
-    if not sys.flags.safe_path:
-        # In the place of this program's own directory, which the script must not see.
-        sys.path[0] = first_path
+def _open_pager(**options: Any) -> Pager:
+    from tvm_pager.api import Pager  # torch comes with it
+
+    return Pager(**options)
+
+
+def _pager_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of `Pager` that were given, by name."""
+    names = "device headroom host nvme nvme_bytes policy torch_device engine segment_bytes check"
+    names += " strict"
+    options = {name: getattr(arguments, name) for name in names.split()}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _run_script(script: Script) -> int:
+    """Runs the script; an exception is reported as python would report it."""
     try:
-        if arguments.is_module:
-            runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
-        elif is_plain_file and not _is_archive(arguments.script):
-            _run_file(arguments.script)
-        else:  # a directory or an archive with a __main__.py
-            runpy.run_path(arguments.script, run_name="__main__")
+        script.run()
     except SystemExit:
         raise
     except BaseException as error:
-        _report(error)
+        report(error)
         return _EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else _EXIT_FAILED
     return 0
-
-
-def _is_archive(path: str) -> bool:
-    import zipfile
-
-    return zipfile.is_zipfile(path)
-
-
-def _run_file(path: str) -> None:
-    """Runs one source file in a new `__main__`, which stays: pickle and exit handlers need it."""
-    path = os.path.abspath(path)  # as python shows it in `__file__` and tracebacks
-    with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    module = types.ModuleType("__main__")
-    vars(module).update(__file__=path, __builtins__=__builtins__, __cached__=None)
-    sys.modules["__main__"] = module
-    exec(code, vars(module))
-
-
-def _report(error: BaseException) -> None:
-    """Hands an exception to the hook that python would use, without the frames of this program."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
-        traceback = traceback.tb_next
-    sys.stdout.flush()
-    sys.excepthook(type(error), error.with_traceback(traceback), traceback)
-
-
-def _join_threads(known: set[threading.Thread]) -> None:
-    """Waits for the script's threads, as python does at its end: they may still use pages."""
-    # Workers of a pool end only when python tells them to, which is later: no waiting for those.
-    pooled = getattr(concurrent.futures.thread, "_threads_queues", ())
-    for thread in threading.enumerate():
-        is_ours = thread.name.startswith("tvm_pager") or thread in known
-        if not (thread.daemon or is_ours or thread in pooled):
-            thread.join()
 
 
 def _print_table(pager: Pager) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tvm_pager
+from tests.quantised import Quantised
 from tests.trials.harness import (
     KIB,
     assert_nothing_left,
@@ -18,6 +19,7 @@ from tests.trials.harness import (
     mlp,
     small_pager,
 )
+from tvm_pager.machine import host_limit_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,14 +116,14 @@ def test_an_unknown_option_is_refused() -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "device"])
-def test_a_budget_above_the_physical_memory_is_refused(tier: str, tmp_path: Path) -> None:
+def test_a_budget_above_what_the_machine_allows_is_refused(tier: str, tmp_path: Path) -> None:
     """Page-locked memory that is not there, or CPU memory that stands in for a device."""
     total = psutil.virtual_memory().total
     options = {"host": 256 * KIB, "torch_device": "cpu"} | {tier: 4 * total}
     with pytest.raises(tvm_pager.ConfigError, match=tier) as caught:
         tvm_pager.Pager(**options)
     text = str(caught.value)
-    assert "physical memory" in text
+    assert host_limit_bytes().reason in text  # the physical memory, outside of a container
     assert text.count("iB") >= 2, "both numbers"
     assert_nothing_left(tmp_path)
 
@@ -249,37 +251,13 @@ class Foreign(torch.Tensor):
     """A subclass that knows nothing of pages."""
 
 
-class Wrapped(torch.Tensor):
-    """A quantised tensor: its bytes are in fields."""
-
-    payload: torch.Tensor
-    scale: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, payload: torch.Tensor, scale: torch.Tensor) -> Wrapped:
-        out = torch.Tensor._make_wrapper_subclass(cls, payload.shape, dtype=torch.float32)
-        out.payload, out.scale = payload, scale
-        return out
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        def opened(value: Any) -> Any:
-            return value.payload.float() * value.scale if isinstance(value, Wrapped) else value
-
-        if func is torch.ops.aten.detach.default:
-            return Wrapped(args[0].payload, args[0].scale)
-        return func(*map(opened, args), **{k: opened(v) for k, v in (kwargs or {}).items()})
-
-
 def unpageable(kind: str) -> torch.Tensor:
     if kind == "sparse":
         return torch.eye(3).to_sparse()
     if kind == "foreign subclass":
         return torch.eye(3).as_subclass(Foreign)
     if kind == "wrapper subclass":
-        return Wrapped(torch.eye(3, dtype=torch.int8), torch.tensor(2.0))
+        return Quantised(torch.eye(3, dtype=torch.int8), torch.tensor(2.0))
     return torch.empty(3, 3, device="meta")
 
 

@@ -229,7 +229,9 @@ def test_a_config_file_gives_options_and_the_command_line_beats_it(tmp_path: Pat
     assert re.search(r"^host +56\.00 MiB", result.stderr, re.MULTILINE)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["demo", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["verify", "--help"], ["demo", "--help"]]
+)
 def test_help_comes_without_torch(tmp_path: Path, arguments: list[str]) -> None:
     program = (
         "import sys\nfrom tvm_pager.cli import main\n"
@@ -312,3 +314,28 @@ def test_the_table_copes_without_budgets_and_tells_what_went_wrong() -> None:
     assert re.search(r"^nvme -> host +2\.00 KiB$", table, re.MULTILINE)
     assert "policy errors: 2" in table
     assert table.endswith("notice: one thing\nnotice: another")
+
+
+AT_THE_END = """
+import atexit, sys, torch, tvm_pager
+close = tvm_pager.Pager.close
+def told(pager, **options):
+    if not pager.closed:
+        print("restore", options.get("restore", True))
+    close(pager, **options)
+tvm_pager.Pager.close = told
+weights = [torch.full((512, 512), float(i)) for i in range(64)]
+if "handler" in sys.argv:
+    atexit.register(lambda: print(sum(float(w[0, 0]) for w in weights)))
+"""
+
+
+def test_nothing_is_read_back_at_the_end_unless_an_exit_handler_may_want_it(tmp_path: Path) -> None:
+    """More live bytes than the device holds must not make the end of a script slow, or fail."""
+    options = ["--torch-device", "cpu", "--device", "8MiB", "--host", "80MiB"]
+    plain = run_script(tmp_path, AT_THE_END, options=options)
+    assert plain.returncode == 0, plain.stderr
+    assert plain.stdout == "restore False\n"
+    handled = run_script(tmp_path, AT_THE_END, "handler", options=options)
+    assert handled.returncode == 0, handled.stderr
+    assert handled.stdout == f"restore True\n{float(sum(range(64)))}\n"

@@ -5,16 +5,16 @@ Each case is a fresh interpreter: static checks miss what a parent package impor
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.interpreter import run_program
 
 TORCH_FREE = [
     "tvm_pager",
     "tvm_pager.config",
     "tvm_pager.errors",
     "tvm_pager.events",
+    "tvm_pager.machine",
     "tvm_pager.memory",
     "tvm_pager.paging",
     "tvm_pager.planning",
@@ -32,7 +32,5 @@ def test_importing_leaves_torch_alone(module: str) -> None:
         f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
         f"sys.exit(f'importing {module} loaded {{loaded}}' if loaded else 0)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    result = run_program(program)
     assert result.returncode == 0, result.stderr

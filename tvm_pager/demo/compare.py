@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tvm_pager.child import describe_exit, wait_for
 from tvm_pager.demo.budgets import choose_budgets
 from tvm_pager.demo.report import Comparison, format_report
 from tvm_pager.errors import ConfigError, PagerError
@@ -142,40 +141,18 @@ def _run_worker(mode: str, settings: dict[str, Any], directory: Path) -> dict[st
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))}
     environment = threads | os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
     worker = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-    try:
-        exit_code = worker.wait()
-    except BaseException:
-        _end(worker)
-        raise
+    exit_code = wait_for(worker)
     result: dict[str, Any] = {}
     if result_file.is_file():
         result = json.loads(result_file.read_text(encoding="utf-8"))
     if "error" in result:
         raise PagerError(f"{mode} run: {result['error']}")
     if exit_code != 0 or not result:
-        raise PagerError(f"the {mode} run ended without a result: {_describe(exit_code)}")
+        raise PagerError(
+            f"the {mode} run ended without a result: {describe_exit(exit_code)}; what it said "
+            "itself is above"
+        )
     return result
-
-
-def _end(worker: subprocess.Popen[bytes]) -> None:
-    """Ends a worker: on Ctrl-C the terminal has told it already, so it gets a moment first."""
-    for end in (worker.terminate, worker.kill):
-        try:
-            worker.wait(timeout=3)
-            return
-        except subprocess.TimeoutExpired:
-            end()
-    worker.wait()
-
-
-def _describe(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"exit code {exit_code}, its own message is above"
-    name = str(-exit_code)
-    with contextlib.suppress(ValueError):
-        name = signal.Signals(-exit_code).name
-    hint = "; the system may have run out of memory" if exit_code == -signal.SIGKILL else ""
-    return f"killed by signal {name}{hint}"
 
 
 def _load_decoder(directory: Path) -> Any:

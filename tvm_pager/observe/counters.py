@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tvm_pager.events import EventKind
+from tvm_pager.observe.fetches import FetchCounts, Thrashing
 from tvm_pager.observe.table import format_stats
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Stats:
     num_policy_errors: int
     notices: list[str]
     engine: str
+    thrashing: Thrashing | None = None  # None where pages do not come back over and over
 
     def to_dict(self) -> dict[str, Any]:
         """The counters by name, ready for JSON."""
@@ -65,6 +67,7 @@ class Counters:
         self.num_clean_evictions = 0
         self.stall_ns = 0
         self.notices: list[str] = []
+        self.fetches = FetchCounts()
 
     def num(self, kind: str) -> int:
         """Events of one kind so far."""
@@ -78,6 +81,9 @@ class Counters:
             self.num_clean_evictions += 1
         elif event.kind is EventKind.FAULT:
             self.stall_ns += event.end_ns - event.start_ns
+            self.fetches.waited(event)
+        elif event.kind is EventKind.FETCH:
+            self.fetches.fetched(event)
         elif event.kind is EventKind.NOTICE:
             self.notices.append(event.detail)
             _log.warning("%s", event.detail)

@@ -1,4 +1,4 @@
-"""The table at exit: budgets against peaks, bytes per lane, faults, evictions, notices.
+"""The table at exit: budgets against peaks, bytes per lane, faults, what thrashes, notices.
 
 Pure text from numbers. Imports the unit formatter only, so it can describe a run in another process
 too.
@@ -42,6 +42,8 @@ def format_stats(stats: StatsLike) -> str:
         *format_rows(_lane_rows(numbers["bytes_by_lane"])),
         _counts(numbers),
     ]
+    if numbers.get("thrashing"):
+        parts += _thrashing(numbers["thrashing"], numbers["device_budget_bytes"])
     if numbers["num_policy_errors"]:
         parts.append(
             f"policy errors: {numbers['num_policy_errors']:,}; least recently used took over there"
@@ -105,3 +107,34 @@ def _counts(numbers: Mapping[str, Any]) -> str:
         f"write-backs: {numbers['num_write_backs']:,}; "
         f"stalled for {format_seconds(numbers['stall_s'])}"
     )
+
+
+def _thrashing(found: Mapping[str, Any], budget_bytes: int) -> list[str]:
+    rows = [["fetched most often", "size", "fetches", "moved", "waited for by"]]
+    rows += [
+        [
+            f"{page['kind']} {page['name'] or page['page_id']}",
+            format_bytes(page["nbytes"]),
+            f"{page['num_fetches']:,}",
+            format_bytes(page["fetched_bytes"]),
+            page["operation"],
+        ]
+        for page in found["pages"]
+    ]
+    alive, enough = format_bytes(found["alive_bytes"]), format_bytes(found["enough_bytes"])
+    if found["alive_bytes"] > budget_bytes:
+        advice = (
+            f"the working set (tensors that are alive at a time) is about {alive}: give device >= "
+            f"{enough}, or work on less at a time (batch, sequence)"
+        )
+    else:
+        advice = (
+            f"the working set (about {alive}) fits into the device budget; look for what sends "
+            "pages away: evict_all(), set_budgets(), other processes on the device"
+        )
+    return [
+        f"thrashing: {format_bytes(found['fetched_bytes'])} were fetched, "
+        f"{found['fetched_bytes'] / max(budget_bytes, 1):,.1f} times the device budget",
+        *format_rows(rows),
+        f"advice: {advice}",
+    ]

@@ -1,0 +1,116 @@
+"""What a pager is made of: backend, core, torch side and counters, wired for one configuration."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tvm_pager.machine import available_host_bytes, host_limit_bytes
+from tvm_pager.observe.counters import Counters
+from tvm_pager.paging import DemandPager
+from tvm_pager.paging.pager import UNLIMITED_BYTES
+from tvm_pager.planning import load_policy
+from tvm_pager.runtime.context import PagingContext
+from tvm_pager.runtime.device import (
+    check_device_budget,
+    device_memory,
+    prepare_cuda,
+    resolve_device,
+)
+from tvm_pager.runtime.device_room import DeviceRoom
+from tvm_pager.transfer.checksum import Checksums
+from tvm_pager.transfer.swap_file import usable_bytes
+from tvm_pager.transfer.torch_backend import TorchBackend
+from tvm_pager.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from tvm_pager.config import PagerConfig, ResolvedBudgets
+
+__all__ = ["Parts", "assemble"]
+
+_log = logging.getLogger("tvm_pager")
+_MAX_WRITE_BEHIND_BYTES = 512 << 20  # 10 ms of a fast link: what a fault may have to wait behind
+
+
+@dataclass(slots=True)
+class Parts:
+    """The parts of one pager.
+
+    Attributes:
+        room: adapts the device budget; None on the CPU.
+    """
+
+    device: torch.device
+    budgets: ResolvedBudgets
+    backend: TorchBackend
+    core: DemandPager
+    context: PagingContext
+    counters: Counters
+    room: DeviceRoom | None
+
+
+def assemble(config: PagerConfig) -> Parts:
+    """Opens slab, swap file and lanes, and wires a pager over them.
+
+    Page-locked memory of a host budget that was asked for is built in the background.
+
+    Raises:
+        ConfigError: an option or budget cannot be used on this machine.
+        PolicyError: the policy is unknown or broken.
+    """
+    make_policy = load_policy(config.policy)  # first: a misspelt name costs no slab
+    device = resolve_device(config.torch_device)
+    is_cuda = device.type == "cuda"
+    host_limit = host_limit_bytes()
+    memory = device_memory(device)
+    budgets = config.resolve(memory, host_limit, available_host_bytes())
+    check_device_budget(budgets.device_bytes, device)
+    if is_cuda:
+        prepare_cuda(device)
+    device_bytes = UNLIMITED_BYTES if budgets.device_bytes is None else budgets.device_bytes
+    nvme_bytes = budgets.nvme_bytes
+    if budgets.nvme_directory is not None and nvme_bytes is None:
+        known = min(device_bytes, host_limit.nbytes) + budgets.host_bytes
+        nvme_bytes = min(4 * known, usable_bytes(budgets.nvme_directory) // 2)
+    backend = TorchBackend(
+        device, budgets.host_bytes, budgets.nvme_directory, nvme_bytes or 0, engine=config.engine
+    )
+    owner = backend.current_executor()
+    counters = Counters()
+    core = DemandPager(
+        backend,
+        device_bytes,
+        make_policy,
+        segment_bytes=budgets.segment_bytes,
+        sink=counters,
+        strict=config.strict,
+        owner_executors=() if owner is None else (owner,),
+        current_executor=backend.current_executor if is_cuda else None,
+        write_behind_bytes=min(_MAX_WRITE_BEHIND_BYTES, device_bytes // 16),
+        checker=Checksums(device) if config.check else None,
+    )
+    counters.fetches.table = core.table
+    backend.accounted_bytes = lambda: core.table.device_used_bytes
+    context = PagingContext(
+        core,
+        device,
+        num_allocated=backend.num_allocated_bytes if is_cuda else None,
+        current_executor=backend.current_executor if is_cuda else None,
+        owner_executor=owner,
+        check=config.check,
+    )
+    room = None
+    if memory is not None:
+        room = DeviceRoom(core, device, config.headroom_bytes(memory))
+        if config.host is not None:
+            backend.build_host(_tell)
+    return Parts(device, budgets, backend, core, context, counters, room)
+
+
+def _tell(done_bytes: int, total_bytes: int) -> None:
+    _log.info(
+        "host slab: %s of %s are page-locked", format_bytes(done_bytes), format_bytes(total_bytes)
+    )
