@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.leaks import pager_files, pager_threads
+
 LEAK_PATIENCE_S = 5.0  # threads and files end a little after the call that ends them
-FILE_DESCRIPTORS = Path("/proc/self/fd")
 
 
 def _register_profiles() -> str:
@@ -72,28 +71,3 @@ def no_leak() -> Iterator[None]:
         left = leaks()
     if left:
         pytest.fail(f"left behind: {', '.join(left)}", pytrace=False)
-
-
-def pager_threads() -> list[threading.Thread]:
-    """Lists the live threads that belong to a pager, by the name that each of them gets."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("tvm_pager")]
-
-
-def pager_files() -> set[tuple[str, str]]:
-    """Lists open files, as (descriptor, name), that are named as a pager's or have no name at all.
-
-    A swap file opened with O_TMPFILE shows as "/dir/#inode (deleted)". Only the last component
-    counts: the checkout itself may lie in a folder called tvm_pager.
-    """
-    found = set()
-    for link in FILE_DESCRIPTORS.iterdir() if FILE_DESCRIPTORS.exists() else ():
-        try:
-            target = os.readlink(link)
-        except OSError:  # closed since, as the descriptor of this very listing is
-            continue
-        if target.startswith("/memfd:"):
-            continue
-        name = os.path.basename(target)
-        if "tvm_pager" in name or (name.startswith("#") and name.endswith(" (deleted)")):
-            found.add((link.name, target))
-    return found

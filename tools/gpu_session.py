@@ -55,6 +55,8 @@ def list_parts(*, is_dry_run: bool) -> list[Part]:
     demo = [python, "-m", "tvm_pager.cli", "demo", "--json", _JSON]
     dispatch = [python, "tools/bench_dispatch.py", "--target", "0", "--json", _JSON]
     llama = [python, "tools/bench_llama.py", "--json", _JSON]
+    overlap = [python, "tools/overlap.py"]
+    soak = [python, "tools/soak.py", "--seed", "1", "--json", _JSON]
     # Without the repository's settings: they name a version of pytest, which another machine need
     # not have, and there a library's warning must not cost the session.
     pytest = [python, "-m", "pytest", "-c", os.devnull, "--rootdir", str(_ROOT), "-q"]
@@ -73,15 +75,19 @@ def list_parts(*, is_dry_run: bool) -> list[Part]:
             Part("demo", [*demo, *tiny], 120),
             Part("dispatch", [*dispatch, *few], 60, num_lines=6),
             Part("llama-tiny", [*llama, *small], 60, num_lines=2),
+            Part("soak", [*soak, "--iterations", "12", "--every", "4"], 60),
         ]
     cuda = ["--torch-device", "cuda"]
     budget = ["--budgets", "20GB", "--policy", "lru"]
+    long = ["--iterations", "300", "--every", "25"]
     return [
-        Part("pytest", pytest, 190),
-        Part("demo", [*demo, *cuda], 90),
-        Part("dispatch", [*dispatch, *cuda], 40, num_lines=6),
-        Part("llama-0.95b", [*llama, "--model", "0.95b", *budget, "--host", "16GiB"], 80, 2),
-        Part("llama-3.5b", [*llama, "--model", "3.5b", *budget, "--host", "44GiB"], 170, 2),
+        Part("pytest", pytest, 230),
+        Part("demo", [*demo, *cuda], 80),
+        Part("soak", [*soak, *cuda, *long], 50),
+        Part("overlap", [*overlap, "--host-lines", "0"], 50, num_lines=4),
+        Part("dispatch", [*dispatch, *cuda], 30, num_lines=6),
+        Part("llama-0.95b", [*llama, "--model", "0.95b", *budget, "--host", "16GiB"], 45, 2),
+        Part("llama-3.5b", [*llama, "--model", "3.5b", *budget, "--host", "44GiB"], 105, 2),
     ]
 
 

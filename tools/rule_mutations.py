@@ -6,7 +6,11 @@ allows: the more it holds, the more edits make it stale.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from tools.movement_mutations import MOVEMENT_MUTATIONS
+from tools.mutation import Mutation
+from tools.outside_mutations import OUTSIDE_MUTATIONS
+
+__all__ = ["MUTATIONS", "Mutation"]
 
 _MACHINE = (
     "tests/model/test_pager_machine.py::"
@@ -19,16 +23,6 @@ _NEIGHBOURS = "tests/tensor/test_rules_neighbours.py::test_"
 _ESCAPES = "tests/tensor/test_escapes.py::test_"
 _TRIALS = "tests/trials/"
 _UNIT = "tests/unit/"
-
-
-class Mutation(NamedTuple):
-    """One rule, how to take it out, and the test that must notice."""
-
-    rule: str
-    file: str  # relative to the root
-    old: str  # in the file exactly once
-    new: str
-    test: str  # a pytest node id
 
 
 MUTATIONS = (
@@ -49,24 +43,25 @@ MUTATIONS = (
     ),
     Mutation(
         "settle waits for the copies before memory is released",
-        "tvm_pager/paging/mover.py",
-        "for ticket in page.tickets:\n            try:",
-        "for ticket in ():\n            try:",
+        "tvm_pager/paging/flight.py",
+        "for ticket in tickets:\n            try:\n                if unlocked",
+        "for ticket in ():\n            try:\n                if unlocked",
         _MACHINE,
     ),
     Mutation(
         "settle waits for every ticket of a page, not for the first alone",
-        "tvm_pager/paging/mover.py",
-        "for ticket in page.tickets:\n            try:",
-        "for ticket in page.tickets[:1]:\n            try:",
-        _MACHINE,
+        "tvm_pager/paging/flight.py",
+        "for ticket in tickets:\n            try:\n                if unlocked",
+        "for ticket in tickets[:1]:\n            try:\n                if unlocked",
+        "tests/model/test_stream_order.py::test_every_lane_of_a_page_is_waited_for",
     ),
     Mutation(
         "frames of a dead page wait for its copies",
         "tvm_pager/memory/page_table.py",
         "        if page.tickets:\n            self._zombies[page.id] = page\n        elif",
         "        if",
-        _MACHINE,
+        "tests/model/test_write_back_order.py::"
+        "test_frames_of_a_page_that_dies_while_it_is_fetched_are_free_after_the_copy_only",
     ),
     Mutation(
         "a write makes the copies below void",
@@ -78,19 +73,17 @@ MUTATIONS = (
     Mutation(
         "a failed fetch leaves the copies below",
         "tvm_pager/memory/page_table.py",
-        "        page.tickets = ()\n        self.device_used_bytes -= page.frame_bytes\n"
-        "        self._to(page, PageState.FAILED)",
-        "        page.tickets = ()\n        self.device_used_bytes -= page.frame_bytes\n"
-        "        self._free_copies(page)\n        self._to(page, PageState.FAILED)",
+        "        self.device_used_bytes -= page.frame_bytes\n        enter(page, PageState.FAILED)",
+        "        self.device_used_bytes -= page.frame_bytes\n"
+        "        self._free_copies(page)\n        enter(page, PageState.FAILED)",
         _UNIT + "test_swap_directory.py::test_a_failed_read_can_be_tried_again[EIO]",
     ),
     Mutation(
         "a failed write-back leaves the page dirty",
         "tvm_pager/memory/page_table.py",
         "        self._finish_arrivals(page, keep=False, is_bad=is_bad)\n"
-        "        self._to(page, PageState.RESIDENT)",
-        "        self._finish_arrivals(page, keep=True)\n"
-        "        self._to(page, PageState.RESIDENT)",
+        "        enter(page, PageState.RESIDENT)",
+        "        self._finish_arrivals(page, keep=True)\n        enter(page, PageState.RESIDENT)",
         _UNIT + "test_swap_directory.py::test_a_disk_that_fails_while_running_loses_nothing[EIO]",
     ),
     Mutation(
@@ -127,7 +120,7 @@ MUTATIONS = (
     Mutation(
         "a new signature's outputs are estimated",
         "tvm_pager/runtime/execution.py",
-        "    reserved = max(least, min(wanted, available))\n",
+        "    reserved = max(least, min(wanted, call.available_bytes()))\n",
         "    reserved = 0\n",
         _OPERATIONS + "an_operation_larger_than_the_budget_is_refused_by_name",
     ),
@@ -139,16 +132,30 @@ MUTATIONS = (
         _TRIALS + "test_optimizer_and_loop.py::test_gradients_accumulate_into_pages_that_are_out",
     ),
     Mutation(
+        "policies see when a page was used last",
+        "tvm_pager/paging/tier_policy.py",
+        "                page.last_use = index\n",
+        "                pass\n",
+        _UNIT + "test_last_use.py::test_sorting_by_last_use_is_lru",
+    ),
+    Mutation(
+        "a number that scales values makes no new signature",
+        "tvm_pager/runtime/outputs.py",
+        "            parts.append(kind if kind in _FRACTIONS else value)\n\n",
+        "            parts.append(value)\n\n",
+        _UNIT + "test_output_sizes.py::test_a_steady_training_step_measures_nothing[False]",
+    ),
+    Mutation(
         "the fast path leaves outputs that may not fit to the general path",
         "tvm_pager/runtime/dispatch.py",
-        "            bound <= free\n",
-        "            True\n",
+        "    return bound <= free and table",
+        "    return table",
         _TRIALS + "test_optimizer_and_loop.py::test_gradients_accumulate_into_pages_that_are_out",
     ),
     Mutation(
         "lists larger than the budget are split",
         "tvm_pager/runtime/execution.py",
-        "if plan.list_positions and _exceeds(context, pages, new_bytes):",
+        "if plan.list_positions and new_bytes > call.available_bytes():",
         "if False:",
         _OPERATIONS + "lists_larger_than_the_budget_are_split[fused]",
     ),
@@ -184,20 +191,20 @@ MUTATIONS = (
     Mutation(
         "the fast path leaves writes to clean pages to the general path",
         "tvm_pager/runtime/dispatch.py",
-        "                if value is not None and storage_of(value)._tvm_page.has_copies:",
-        "                if False:",
+        "                or (page.has_copies and plan.writes and _writes(plan, args, page))\n",
+        "",
         _TRIALS + "test_aliases.py::test_in_place_operations_on_views_reach_the_base",
     ),
     Mutation(
         "operands are dirty before the operation runs",
         "tvm_pager/runtime/execution.py",
         "                core.written(page_written)\n        core.pin(distinct)\n",
-        "                pass\n        run = func\n\n"
-        "        def func(*args: Any, **kwargs: Any) -> Any:\n"
+        "                pass\n        run = call.func\n\n"
+        "        def late(*args: Any, **kwargs: Any) -> Any:\n"
         "            out = run(*args, **kwargs)\n"
         "            for tensor in written:\n"
         "                core.written(page_of(tensor))\n"
-        "            return out\n\n        core.pin(distinct)\n",
+        "            return out\n\n        call.func = late\n        core.pin(distinct)\n",
         _OPERATIONS + "an_operation_that_writes_and_raises_keeps_its_write[failing]",
     ),
     Mutation(
@@ -239,7 +246,7 @@ MUTATIONS = (
     Mutation(
         "adoption is refused while a graph is alive",
         "tvm_pager/runtime/adoption.py",
-        "            _refuse_live_graph(named)\n",
+        "            refuse_live_graph(named)\n",
         "            pass\n",
         _LIFETIME + "adoption_is_refused_while_a_graph_holds_the_parameter",
     ),
@@ -289,22 +296,46 @@ MUTATIONS = (
     Mutation(
         "an escaped address pins its page",
         "tvm_pager/runtime/context.py",
-        "            self.core.hold(page)\n        if page.exposed_at != _FOR_GOOD:",
-        "            page.pins += 0\n        if page.exposed_at != _FOR_GOOD:",
+        "            self.core.hold(page)\n        page.exposed_at = self.core.iteration",
+        "            page.pins += 0\n        page.exposed_at = self.core.iteration",
         _ESCAPES + "an_address_holds_until_an_event_after_it",
     ),
     Mutation(
         "an iteration boundary ends the pins of escaped addresses",
         "tvm_pager/runtime/context.py",
-        "                    self.release(page)\n",
-        "                    pass\n",
+        "                self.release(page)\n",
+        "                pass\n",
         _ESCAPES + "an_address_holds_until_an_event_after_it",
     ),
     Mutation(
         "modes below the pager see operations",
         "tvm_pager/runtime/dispatch.py",
-        "        if _num_modes():\n",
-        "        if False:\n",
+        "    if active is not None and _num_modes():\n",
+        "    if False:\n",
         _NEIGHBOURS + "other_dispatch_modes_see_each_operation_once[below]",
     ),
+    Mutation(
+        "operands of two pagers are refused",
+        "tvm_pager/runtime/execution.py",
+        "            raise two_pagers(plan, page)\n",
+        "            pass\n",
+        _NEIGHBOURS + "operands_of_two_pagers_are_refused_by_name[a list]",
+    ),
+    Mutation(
+        "results that cannot be resized stay unpaged",
+        "tvm_pager/runtime/context.py",
+        "        if not storage.resizable():\n",
+        "        if False:\n",
+        _NEIGHBOURS + "results_in_memory_that_torch_cannot_resize_stay_unpaged[nested]",
+    ),
+    Mutation(
+        "a copied Parameter has no gradient and no attributes",
+        "tvm_pager/runtime/paged_tensor.py",
+        '        if getattr(self, "_is_param", False):\n            copied.',
+        "        if False:\n            copied.",
+        _TRIALS
+        + "test_touches.py::test_a_copied_parameter_is_a_fresh_one_as_in_plain_torch[adopted]",
+    ),
+    *MOVEMENT_MUTATIONS,
+    *OUTSIDE_MUTATIONS,
 )

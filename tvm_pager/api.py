@@ -239,16 +239,14 @@ class Pager:
     def prefetch(self, *tensors: torch.Tensor) -> int:
         """Starts bringing tensors back to the device; returns how many are on their way.
 
-        Never blocks for a copy and never evicts: what finds no room beside the largest operation so
-        far stays where it is. An operation that needs one of them before it has arrived waits for
-        what is left of its copy, and one that needs the room calls it off.
+        Does not block for their copies. Evicts as an operation would; what finds no room beside the
+        largest operation so far stays where it is. An operation that needs one before it has
+        arrived waits for what is left of its copy, and one that needs the room calls it off.
         """
         self._refuse_closed("prefetch")
         with self._core.lock:
-            pages = [page for tensor in tensors if (page := page_of(tensor)) is not None]
-            return sum(
-                self._core.prefetcher.start(page) for page in pages if page.pager is self._context
-            )
+            pages = [page for t in tensors if (page := page_of(t)) and page.pager is self._context]
+            return sum(self._core.prefetcher.start(page, may_evict=True) for page in pages)
 
     def release(self, tensor: torch.Tensor) -> bool:
         """Ends the pin that `tensor.data_ptr()` took; True if there was one.

@@ -12,16 +12,17 @@ import contextlib
 import copy
 import gc
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import tvm_pager
 from tests.parity.harness import BUILD_SEED, STEP_SEED, leaves, moved_bytes, states
+from tests.trials.harness import spill_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.parity.programs import Program
 
@@ -54,12 +55,6 @@ def settled_bytes() -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()
-
-
-def spill_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "swap"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
 
 
 @contextlib.contextmanager
@@ -143,6 +138,7 @@ def run_paged(
             result = play(program, *built)
         del built, program
         gc.collect()
+        torch.cuda.synchronize()  # a copy in flight keeps its page, whoever has dropped it
         pager.check_invariants()
         stats = pager.stats()
     assert stats.num_pages == 0, f"pages that nothing refers to:\n{stats}"

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tvm_pager
+from tests.leaks import left_behind
 
 if TYPE_CHECKING:
     from tests.parity.programs import Program
@@ -304,22 +303,9 @@ def check_traffic(stats: Any, nvme: bool) -> None:
         assert down == up == 0, f"NVMe was used without being asked for:\n{stats}"
 
 
-def open_files_under(directory: Path) -> list[str]:
-    """Targets of this process's descriptors below a directory, unlinked files included."""
-    targets = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            targets.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return [target for target in targets if target.startswith(str(directory))]
-
-
 def check_nothing_left(directory: Path) -> None:
     """After the pager closed: no thread, no swap file, no descriptor, no active pager."""
-    gc.collect()
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith("tvm_pager")], f"threads left: {names}"
-    assert not list(directory.iterdir()), f"files left: {list(directory.iterdir())}"
-    assert not open_files_under(directory), "a swap file is still open"
+    assert left_behind(directory) == []
     assert type(torch.empty(1)) is torch.Tensor, "factories still make pages"
 
 

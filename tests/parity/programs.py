@@ -1,7 +1,7 @@
 """What a program is, and the small ones that optimizers and training features are tried on.
 
 Every budget is about a third of what the plain run needs, and above what its largest operation
-names; `test_footprints.py` measures both.
+names; `test_harness.py` measures both.
 """
 
 from __future__ import annotations

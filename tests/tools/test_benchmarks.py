@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from tools import bench_dispatch, bench_llama, gpu_session
+from tools import bench_dispatch, bench_llama, gpu_session, profile_dispatch
 
 LLAMA = ["--model", "tiny", "--torch-device", "cpu", "--dtype", "float32", "--batch", "2"]
 LLAMA += ["--seq", "32", "--warmup", "1", "--steps", "1", "--blocks", "2", "--budget-steps", "2"]
@@ -109,6 +110,7 @@ def test_a_session_survives_failing_and_endless_parts(
 def test_parts_fit_in_the_time_of_a_session_and_in_its_files() -> None:
     parts = gpu_session.list_parts(is_dry_run=False)
     assert len(parts) + 1 <= 8
+    assert sum(part.limit_s for part in parts) <= 600
     assert len({part.name for part in parts}) == len(parts)
 
 
@@ -117,3 +119,26 @@ def test_the_dry_run_of_a_session_ends_well(tmp_path: Path) -> None:
     assert gpu_session.main(["--out", str(tmp_path), "--dry-run-cpu"]) == 0
     session = json.loads((tmp_path / "session.json").read_text())["parts"]
     assert session["demo"]["figures"]["is_good"]
+
+
+# --- the profile of dispatch ---------------------------------------------------------------------
+
+
+def test_the_profile_tells_paths_and_operators_of_both_kinds_of_kernels(
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(before))
+    assert profile_dispatch.main(LLAMA) == 0
+    any_kernels, deterministic = capsys.readouterr().out.split("deterministic kernels")
+    for text in (any_kernels, deterministic):
+        total, fast, general, measured = (
+            int(number)
+            for number in re.findall(r"(\d+) (?:operations|fast|general|measured)\b", text)[:4]
+        )
+        assert total == fast + general + measured > 500
+        assert fast > 0.9 * total
+        assert measured == 0, "in a steady state without a budget nothing needs to be measured"
+        assert text.count(": aten.") == 16
+    assert profile_dispatch.main([*LLAMA, "--deterministic"]) == 0
+    assert "any kernels" not in capsys.readouterr().out

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import os
 import random
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +21,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tvm_pager
+from tests.leaks import left_behind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 KIB = 1024
 WIDTH = 64
@@ -98,30 +95,9 @@ def assert_within_budgets(stats: Any) -> None:
         assert budget is None or peak <= budget, f"{tier}: {peak} bytes over {budget}"
 
 
-_BLAMED: set[threading.Thread] = set()  # left by an earlier test, which has failed for it
-
-
 def assert_nothing_left(tmp_path: Path) -> None:
     """No file, open descriptor or thread remains of any pager."""
-    gc.collect()
-    threads = [t for t in threading.enumerate() if t.name.startswith("tvm_pager")]
-    left = [f"thread {t.name}" for t in threads if t not in _BLAMED]
-    _BLAMED.update(threads)
-    folder = tmp_path / "spill"
-    if folder.exists():
-        left += [f"file {name}" for name in sorted(os.listdir(folder))]
-        left += [f"open {link}" for link in _open_files() if link.startswith(str(folder))]
-    assert left == []
-
-
-def _open_files() -> list[str]:
-    links = []
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:  # the descriptor of the listing itself
-            continue
-    return links
+    assert left_behind(tmp_path / "spill") == []
 
 
 class Ballast:
@@ -143,6 +119,21 @@ def push_to_nvme(pager: Any, *tensors: torch.Tensor) -> None:
     """Pushes everything past a slab of `HOST_BYTES` to the swap file, `tensors` included."""
     Ballast(pager).press()
     assert {pager.residency(t).name for t in tensors} <= {"NVME"}
+
+
+def numbered(num: int, first: int = 0) -> list[torch.Tensor]:
+    """Pages of 4 KiB, each filled with its own number, from `first` on."""
+    return [torch.full((1024,), float(i)) for i in range(first, first + num)]
+
+
+def create_until_refused(kept: list[torch.Tensor]) -> tvm_pager.PagerError:
+    """Goes on with `kept` as `numbered` would, until a page is refused; gives the error."""
+    for _ in range(1000):
+        try:
+            kept += numbered(1, first=len(kept))
+        except tvm_pager.PagerError as error:
+            return error
+    raise AssertionError(f"{len(kept)} pages, and none was refused")
 
 
 # --- what a program returned, as plain data ---

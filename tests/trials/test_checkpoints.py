@@ -8,8 +8,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,9 +15,9 @@ import torch
 from torch import nn
 
 import tvm_pager
+from tests.interpreter import run_program
 from tests.trials.harness import (
     KIB,
-    REPOSITORY,
     Run,
     assert_equal,
     assert_nothing_left,
@@ -35,20 +33,6 @@ from tests.trials.harness import (
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script in a fresh interpreter that finds this checkout."""
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=REPOSITORY,
-        env=environment,
-    )
 
 
 class LowRank(nn.Module):
@@ -142,11 +126,11 @@ def test_training_resumes_in_another_process_after_a_kill(tmp_path: Path) -> Non
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     unbroken = [loss.hex() for loss in train(Run(None), model, optimizer, steps=6)]
 
-    killed = python(RESUMABLE, str(spill), str(path), "save")
+    killed = run_program(RESUMABLE, spill, path, "save")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert json.loads(killed.stdout) == unbroken[:3]
     assert sorted(os.listdir(spill)) == []
-    resumed = python(RESUMABLE, str(spill), str(path), "load")
+    resumed = run_program(RESUMABLE, spill, path, "load")
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout) == unbroken[3:]
     assert sorted(os.listdir(spill)) == []
@@ -272,7 +256,7 @@ def test_saved_files_load_without_the_package(tmp_path: Path) -> None:
     with small_pager(tmp_path, device=80 * KIB) as pager:
         paged = write(Run(pager), tmp_path / "paged")
     assert_nothing_left(tmp_path)
-    loaded = python(WITHOUT_THE_PACKAGE, *plain, *paged)
+    loaded = run_program(WITHOUT_THE_PACKAGE, *plain, *paged)
     assert loaded.returncode == 0, loaded.stderr
     found = json.loads(loaded.stdout)
     for left, right in zip(plain, paged, strict=True):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,11 +11,11 @@ import torch
 from torch import nn
 
 import tvm_pager
+from tests.interpreter import start_program
 from tests.trials.harness import (
     HOST_BYTES,
     KIB,
     LAYER_BYTES,
-    REPOSITORY,
     Run,
     assert_equal,
     assert_nothing_left,
@@ -35,6 +33,7 @@ from tests.trials.harness import (
     spill_folder,
     train,
 )
+from tests.unit.block_io import refuse_direct_open
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,18 +56,6 @@ def pattern(nbytes: int, seed: int) -> bytes:
     return bytes((i * 31 + i // 251 + seed * 17) % 251 for i in range(nbytes))
 
 
-def refuse_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes this process's file system one without direct I/O, as tmpfs and some overlays are."""
-    real_open = os.open
-
-    def buffered_only(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument", os.fspath(path))
-        return real_open(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", buffered_only)
-
-
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 @pytest.mark.parametrize("segment", [4 * KIB, 64 * KIB], ids=["4KiB", "64KiB"])
 def test_any_size_comes_back_whole(
@@ -76,7 +63,7 @@ def test_any_size_comes_back_whole(
 ) -> None:
     """Trial 29: the last partial block was not written: the file was shorter than the tensor."""
     if io == "buffered":
-        refuse_direct_io(monkeypatch)
+        refuse_direct_open(monkeypatch)
     with small_pager(tmp_path, device=4096 * KIB, segment_bytes=segment) as pager:
         tensors, expected = [], []
         for index, size in enumerate(SIZES):
@@ -207,19 +194,7 @@ print(json.dumps([loss.hex() for loss in losses]))
 def test_two_processes_share_a_directory(tmp_path: Path) -> None:
     """Trial 32, second half: the same shapes at the same time in two processes."""
     spill = spill_folder(tmp_path)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", CONCURRENT, str(spill), str(seed)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-            env=environment,
-        )
-        for seed in (1, 2)
-    ]
+    processes = [start_program(CONCURRENT, spill, seed) for seed in (1, 2)]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n", process.communicate()[1]

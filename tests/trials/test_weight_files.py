@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,8 @@ import torch
 from torch import nn
 
 import tvm_pager
-from tests.trials.harness import KIB, REPOSITORY, batch, bytes_written, mlp, small_pager
+from tests.interpreter import run_program
+from tests.trials.harness import KIB, batch, bytes_written, mlp, small_pager
 from tvm_pager.errors import ConfigError, PagerError, TransferError
 
 
@@ -76,10 +75,7 @@ def test_a_checkpoint_larger_than_memory_runs_and_spills_nothing(tmp_path: Path)
             file.write(weight.numpy().data)
     spill = tmp_path / "spill"
     spill.mkdir(mode=0o700)
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(path), str(spill)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    run = run_program(textwrap.dedent(script), path, spill)
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)
     assert result["total"] == 2048 * 2.0**32

@@ -3,13 +3,15 @@
 [Note: Shrinking the slab]
     Memory is given back in whole regions at the end of the slab. Frames there move: new ones are
     taken below the cut from then on, copies that the device makes redundant are dropped, and the
-    other pages go through the device once and are written back below the cut. If that cannot be,
-    nothing has changed but their places.
+    other pages go through the device once and are written back below the cut. Where that cannot be,
+    the slab shrinks inside a region, whose memory stays locked; and where that cannot be either,
+    nothing has changed but the pages' places.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 from typing import TYPE_CHECKING
 
 from tvm_pager.errors import BudgetError, CommitError, PagerError, TransferError
@@ -65,18 +67,29 @@ class Budgets:
             lost = frames.capacity_bytes - frames.rounded(nbytes)
             limit = commit_limit_bytes(pager.table, pager.budget_bytes) - lost
             self._check_commit(limit, nbytes, "host")
-            cut = pager.backend.host_border(nbytes)
-            self._empty_beyond(cut)
-            if not frames.shrink(cut):
-                raise BudgetError(
-                    f"a host budget of {format_bytes(nbytes)}: frames in use reach "
-                    f"{format_bytes(frames.highest_used_bytes)}, and what lies beyond "
-                    f"{format_bytes(cut)} found no room below it. Give an nvme directory, or free "
-                    "tensors first"
-                )
+            cut = self._shrink_host(nbytes)
+            pager.backend.resize_host(cut)
         pager.backend.resize_host(nbytes)
         frames.grow(pager.backend.host_capacity_bytes)
         pager.update_commit_limit()
+
+    def _shrink_host(self, nbytes: int) -> int:
+        """Empties what lies beyond, and gives the capacity that is left; see the note above."""
+        pager = self._pager
+        frames = pager.table.frames[Tier.HOST]
+        for cut in sorted({pager.backend.host_border(nbytes), nbytes}):
+            try:
+                self._empty_beyond(cut)
+            except TransferError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+            if frames.shrink(cut):
+                return cut
+        raise BudgetError(
+            f"a host budget of {format_bytes(nbytes)}: frames in use reach "
+            f"{format_bytes(frames.highest_used_bytes)}, and what lies beyond found no room below. "
+            "Give an nvme directory, or free tensors first"
+        )
 
     def _check_commit(self, limit: int, nbytes: int, what: str) -> None:
         committed = self._pager.table.committed_bytes

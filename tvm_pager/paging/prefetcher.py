@@ -24,16 +24,25 @@ class Prefetcher:
         self._pager = pager
         self._pages: dict[int, Page] = {}  # oldest first; what has arrived is dropped late
 
-    def start(self, page: Page) -> bool:
+    def start(self, page: Page, *, may_evict: bool = False) -> bool:
         """Starts bringing a page to the device before an operation asks; False if it did not.
 
-        Never evicts, never takes the last bytes that the largest operation so far needs, never
-        blocks for the copy. The lock is held.
+        Never takes the last bytes that the largest operation so far needs, never blocks for the
+        copy. The lock is held.
+
+        Args:
+            page: which.
+            may_evict: whether the policy's victims make room, as for an operation; that may block.
         """
         pager = self._pager
         pager.drain()
         if page.state is not PageState.EVICTED and page.state is not PageState.FAILED:
             return False
+        wanted_bytes = page.frame_bytes + pager.admission.largest_need_bytes
+        if may_evict and not pager.reservations.queue and pager.free_bytes < wanted_bytes:
+            pager.evictor.evict_some(wanted_bytes - pager.free_bytes)
+            if page.state is not PageState.EVICTED:
+                return False
         if (
             pager.free_bytes - page.frame_bytes < pager.admission.largest_need_bytes
             or pager.reservations.queue

@@ -194,10 +194,10 @@ class Backend(Protocol):
         """Device bytes in use that are not pages (workspaces, unpaged tensors); 0 where unknown."""
 
     def host_border(self, nbytes: int) -> int:
-        """The largest capacity not above `nbytes` to which the host tier can shrink. Bytes."""
+        """The largest capacity not above `nbytes` that gives all memory beyond it back. Bytes."""
 
     def resize_host(self, nbytes: int) -> None:
-        """Changes `host_capacity_bytes`. The caller has emptied what lies beyond `host_border`.
+        """Changes `host_capacity_bytes`. The caller has emptied what lies beyond.
 
         Raises:
             TransferError: the system refuses memory, or to unlock it.

@@ -324,8 +324,8 @@ class RamBackend:
         return min(nbytes, self.host_capacity_bytes) // 4096 * 4096
 
     def resize_host(self, nbytes: int) -> None:
-        del self.host[self.host_border(nbytes) :]
         nbytes = nbytes // 4096 * 4096
+        del self.host[nbytes:]
         self.host.extend(bytes([POISON]) * (nbytes - len(self.host)))
         self.host_capacity_bytes = nbytes
 

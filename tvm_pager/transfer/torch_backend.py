@@ -225,10 +225,10 @@ class TorchBackend:
 
     def resize_host(self, nbytes: int) -> None:
         self._host_peak_bytes = self.host_peak_bytes
-        border = self._slab.border_below(nbytes)
-        if border < self._slab.capacity_bytes:
-            self._slab.shrink_capacity(border)
-        self._slab.grow_capacity(nbytes)
+        if nbytes < self._slab.capacity_bytes:
+            self._slab.shrink_capacity(nbytes)
+        else:
+            self._slab.grow_capacity(nbytes)
         self.host_capacity_bytes = self._slab.capacity_bytes
         self.host_budget_bytes = self.host_capacity_bytes + self._stage_bytes
 

@@ -1,0 +1,36 @@
+"""The timeline's arithmetic: spans that touch, overlap, or do neither."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.overlap import busy_seconds, main, merge, overlap
+
+SPANS = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda pair: (pair[0], sum(pair))),
+    max_size=8,
+)
+
+
+def covered(spans: list[tuple[int, int]]) -> set[int]:
+    return {at for start, end in spans for at in range(start, end)}
+
+
+@given(one=SPANS, other=SPANS)
+def test_merged_spans_and_overlaps_cover_what_the_spans_cover(
+    one: list[tuple[int, int]], other: list[tuple[int, int]]
+) -> None:
+    first, second = merge(one), merge(other)
+    assert busy_seconds(first) == len(covered(one)) / 1e6
+    common = overlap(first, second)
+    assert busy_seconds(common) == len(covered(one) & covered(other)) / 1e6
+
+
+def test_a_step_is_shown_without_a_gpu_too(capsys) -> None:  # type: ignore[no-untyped-def]
+    options = ["--model", "tiny", "--torch-device", "cpu", "--batch", "1", "--seq", "16"]
+    options += ["--dtype", "float32", "--budget", "3MB", "--host", "32MiB", "--warmup", "1"]
+    assert main([*options, "--host-lines", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "overlap: 0.000 s of 0.000 s of copies ran beside kernels" in out
+    assert "stalled" in out

@@ -1,0 +1,75 @@
+"""Steps of lanes that note when they run, and stop where a test wants them to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from tvm_pager.transfer.protocol import Lane, Piece, Priority, Transfer
+
+if TYPE_CHECKING:
+    from tvm_pager.transfer.lane_queue import LaneTicket
+
+FAULT, WRITE_BACK, PREFETCH = Priority
+PATIENCE_S = 20.0  # for what takes a moment; nothing waits so long unless it is broken
+
+
+class Gate:
+    """Stops a step inside, until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self._entered = threading.Semaphore(0)
+        self._let = threading.Semaphore(0)
+
+    def pass_through(self) -> None:
+        self._entered.release()
+        assert self._let.acquire(timeout=PATIENCE_S)
+
+    def wait_inside(self) -> None:
+        """Returns as soon as one more step is inside."""
+        assert self._entered.acquire(timeout=PATIENCE_S)
+
+    def let_go(self, num_steps: int = 1) -> None:
+        self._let.release(num_steps)
+
+
+class Memory:
+    """A page's memory that can be watched dying."""
+
+
+def a_transfer(memory: object | None = None) -> Transfer:
+    return Transfer(7, Lane.H2D, (Piece(0, 0, 0, 4096),), memory)
+
+
+def steps(
+    name: str,
+    log: list[str],
+    num_steps: int = 1,
+    gate: Gate | None = None,
+    error: BaseException | None = None,
+) -> Iterator[bool]:
+    """Notes its name at each step; the last one raises `error` if there is one."""
+    for index in range(num_steps):
+        log.append(name)
+        if gate is not None:
+            gate.pass_through()
+        if error is not None and index == num_steps - 1:
+            raise error
+        yield index == num_steps - 1
+
+
+def over(ticket: LaneTicket) -> LaneTicket:
+    """Waits without making the ticket urgent."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not ticket.done():
+        assert time.monotonic() < deadline_s, "never done"
+        time.sleep(0.0005)
+    return ticket
+
+
+def still_waits(future: Future[None]) -> bool:
+    time.sleep(0.02)
+    return not future.done()

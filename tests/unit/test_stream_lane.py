@@ -1,0 +1,367 @@
+"""A lane over a CUDA stream, with a stream and events that the test moves on by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.interpreter import run_program
+from tests.leaks import pager_threads
+from tvm_pager.errors import TransferError
+from tvm_pager.transfer import stream_lane
+from tvm_pager.transfer.protocol import Lane, Piece, Priority, Transfer
+from tvm_pager.transfer.routes import CHUNK_BYTES
+from tvm_pager.transfer.stream_lane import StreamLane
+
+if TYPE_CHECKING:
+    from tvm_pager.transfer.lane_queue import LaneTicket
+
+FAULT, WRITE_BACK, PREFETCH = Priority
+PATIENCE_S = 20.0
+WINDOW = 2  # chunks that are not urgent on the stream
+
+
+class HandStream:
+    """Carries out what is queued when it is told to."""
+
+    def __init__(self, device: object = None) -> None:
+        self.names: list[str] = []
+        self.num_ended = 0
+        self.num_synchronized = 0
+        self.moved = threading.Condition()
+
+    def queue(self, name: str) -> None:
+        self.names.append(name)
+
+    def end(self, num: int = 1) -> None:
+        with self.moved:
+            self.num_ended = min(self.num_ended + num, len(self.names))
+            self.moved.notify_all()
+
+    def synchronize(self) -> None:
+        if HandEvent.is_lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        self.num_synchronized += 1
+        self.end(len(self.names))
+
+
+class HandEvent:
+    is_lost = False  # the device
+
+    def __init__(self, **_: object) -> None:
+        self._stream: HandStream | None = None
+        self._at = 0
+
+    def record(self, stream: HandStream) -> None:
+        self._stream, self._at = stream, len(stream.names)
+
+    def query(self) -> bool:
+        if HandEvent.is_lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        assert self._stream is not None
+        return self._stream.num_ended >= self._at
+
+    def synchronize(self) -> None:
+        stream = self._stream
+        assert stream is not None
+        with stream.moved:
+            while not self.query():
+                stream.moved.wait(0.01)
+
+
+@pytest.fixture
+def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamLane]:
+    monkeypatch.setattr(torch.cuda, "Stream", HandStream)
+    monkeypatch.setattr(torch.cuda, "Event", HandEvent)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(HandEvent, "is_lost", False)
+    lane = StreamLane(torch.device("cuda"), "test")
+    yield lane
+    HandEvent.is_lost = False
+    lane.close()
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks by himself: only what the test does moves the lane on."""
+    monkeypatch.setattr(StreamLane, "_watch", lambda lane: None)
+
+
+def stream_of(lane: StreamLane) -> HandStream:
+    assert isinstance(lane.stream, HandStream)
+    return lane.stream
+
+
+def submit(
+    lane: StreamLane,
+    name: str,
+    num_steps: int,
+    priority: Priority,
+    error: BaseException | None = None,
+) -> LaneTicket:
+    def steps() -> Iterator[bool]:
+        for index in range(num_steps):
+            stream_of(lane).queue(name)
+            if error is not None and index == num_steps - 1:
+                raise error
+            yield index == num_steps - 1
+
+    piece = Piece(0, 0, 0, num_steps * CHUNK_BYTES)
+    transfer = Transfer(7, Lane.H2D, (piece,), object())
+    return lane.submit(transfer, steps(), priority)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.0005)
+
+
+@pytest.mark.usefixtures("still")
+def test_what_is_not_urgent_is_on_the_stream_a_few_chunks_at_a_time(lane: StreamLane) -> None:
+    stream = stream_of(lane)
+    tickets = [submit(lane, name, 3, PREFETCH) for name in "ab"]
+    assert stream.names == ["a"] * WINDOW
+    assert not any(ticket.is_certain for ticket in tickets)
+    lane.pump()
+    assert stream.names == ["a"] * WINDOW, "nothing has ended"
+    stream.end()
+    lane.pump()
+    assert stream.names == list("aaa")
+    assert tickets[0].is_certain
+    assert not tickets[0].done()
+    stream.end(2)
+    assert tickets[0].done()
+    assert tickets[0].transfer.memory is None
+    lane.pump()
+    assert stream.names == list("aaabb")
+
+
+@pytest.mark.usefixtures("still")
+def test_a_fault_is_behind_the_window_only(lane: StreamLane) -> None:
+    for name in "ab":
+        submit(lane, name, 4, PREFETCH)
+    fault = submit(lane, "fault", 3, FAULT)
+    assert stream_of(lane).names == ["a"] * WINDOW + ["fault"] * 3
+    assert fault.is_certain
+    assert not fault.done()
+    stream_of(lane).end(WINDOW + 3)
+    fault.wait()
+    lane.pump()
+    assert stream_of(lane).names[WINDOW + 3 :] == ["a"] * WINDOW
+
+
+@pytest.mark.usefixtures("still")
+def test_promotion_puts_all_that_is_left_on_the_stream(lane: StreamLane) -> None:
+    submit(lane, "a", 2, PREFETCH)
+    ticket = submit(lane, "b", 2, PREFETCH)
+    middle = submit(lane, "c", 1, WRITE_BACK)
+    lane.promote(ticket, FAULT)
+    assert stream_of(lane).names == list("aabb")
+    assert ticket.is_certain
+    lane.promote(ticket, PREFETCH)
+    stream_of(lane).end(4)
+    lane.pump()
+    assert stream_of(lane).names[4:] == ["c"]
+    assert middle.is_certain
+
+
+@pytest.mark.usefixtures("still")
+def test_waiting_makes_urgent_and_ends_with_the_copies(lane: StreamLane) -> None:
+    submit(lane, "a", 2, PREFETCH)
+    ticket = submit(lane, "b", 2, PREFETCH)
+    waiter = threading.Thread(target=ticket.wait)
+    waiter.start()
+    until(lambda: len(stream_of(lane).names) == 4)
+    stream_of(lane).end(3)
+    time.sleep(0.02)
+    assert waiter.is_alive()
+    stream_of(lane).end()
+    waiter.join(PATIENCE_S)
+    assert not waiter.is_alive()
+    assert ticket.is_over
+
+
+@pytest.mark.usefixtures("still")
+def test_only_what_is_not_on_the_stream_is_cancelled(lane: StreamLane) -> None:
+    begun = submit(lane, "a", WINDOW + 1, PREFETCH)
+    queued = submit(lane, "b", 1, PREFETCH)
+    assert not lane.cancel(begun)
+    assert lane.cancel(queued)
+    assert not lane.cancel(queued)
+    assert queued.transfer.memory is None
+    with pytest.raises(TransferError, match="called off") as caught:
+        queued.wait()
+    assert caught.value.errno == errno.ECANCELED
+    stream_of(lane).end(WINDOW)
+    lane.pump()
+    stream_of(lane).end()
+    assert begun.done()
+    assert "b" not in stream_of(lane).names
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.parametrize("priority", Priority)
+def test_a_step_that_fails_leaves_nothing_on_the_stream(
+    lane: StreamLane, priority: Priority
+) -> None:
+    ticket = submit(lane, "bad", 2, priority, RuntimeError("CUDA error"))
+    assert stream_of(lane).num_synchronized == 1
+    assert stream_of(lane).num_ended == 2
+    assert not ticket.is_certain
+    for _ in range(2):
+        with pytest.raises(TransferError, match="CUDA error"):
+            ticket.wait()
+    good = submit(lane, "good", 1, priority)
+    stream_of(lane).end(9)
+    good.wait()
+
+
+@pytest.mark.usefixtures("still")
+def test_a_lost_device_fails_the_ticket_also_for_who_only_looks(lane: StreamLane) -> None:
+    seen, waited = (submit(lane, "a", 1, FAULT) for _ in range(2))
+    HandEvent.is_lost = True
+    assert seen.done()
+    for ticket in (seen, waited):
+        with pytest.raises(TransferError, match="unspecified launch failure"):
+            ticket.wait()
+        assert not ticket.is_certain
+
+
+@pytest.mark.usefixtures("still")
+def test_a_device_that_is_lost_fails_new_tickets_too(lane: StreamLane) -> None:
+    HandEvent.is_lost = True
+    for priority in (FAULT, PREFETCH):
+        ticket = submit(lane, "a", 1, priority, RuntimeError("CUDA error: device lost"))
+        with pytest.raises(TransferError, match="device lost"):
+            ticket.wait()
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.parametrize("problem", [KeyboardInterrupt(), AssertionError("leaves the slab")])
+def test_whatever_stops_a_step_its_ticket_has_failed(
+    lane: StreamLane, problem: BaseException
+) -> None:
+    """Half of a transfer must never count as a whole one because it is looked at again."""
+    submit(lane, "a", WINDOW, PREFETCH)
+    ticket = submit(lane, "b", 2, PREFETCH, problem)
+    with contextlib.suppress(KeyboardInterrupt):
+        lane.promote(ticket, FAULT)
+    stream_of(lane).end(9)
+    lane.pump()
+    assert ticket.done()
+    with pytest.raises(TransferError, match=type(problem).__name__):
+        ticket.wait()
+    later = submit(lane, "later", 1, FAULT)
+    stream_of(lane).end(9)
+    later.wait()
+
+
+@pytest.mark.usefixtures("still")
+def test_chunks_that_have_ended_are_forgotten_where_nothing_is_ever_queued(
+    lane: StreamLane,
+) -> None:
+    for _ in range(100):
+        ticket = submit(lane, "a", 3, FAULT)
+        stream_of(lane).end(3)
+        assert ticket.done()
+    assert len(lane._window) <= 1
+
+
+def test_queued_transfers_go_on_while_nobody_enters_the_pager(lane: StreamLane) -> None:
+    stream = stream_of(lane)
+    tickets = [submit(lane, name, 3, PREFETCH) for name in "abc"]
+    for num in range(WINDOW, 9):
+        until(lambda num=num: len(stream.names) == num)
+        stream.end()
+    until(lambda: len(stream.names) == 9)
+    stream.end(9)
+    assert all(ticket.done() for ticket in tickets)
+    assert stream.names == list("aaabbbccc")
+
+
+def test_a_forgotten_lanes_thread_ends_and_a_new_one_comes(
+    lane: StreamLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_lane, "_IDLE_S", 0.01)
+    for _ in range(3):
+        tickets = [submit(lane, "a", 2, PREFETCH) for _ in range(3)]
+        while not all(ticket.done() for ticket in tickets):
+            stream_of(lane).end(9)
+            time.sleep(0.001)
+        until(lambda: pager_threads() == [])
+
+
+def test_close_puts_everything_on_the_stream_and_waits(lane: StreamLane) -> None:
+    tickets = [submit(lane, name, 3, PREFETCH) for name in "abc"]
+    lane.close()
+    assert stream_of(lane).num_ended == 9
+    assert all(ticket.done() for ticket in tickets)
+    assert pager_threads() == []
+    late = submit(lane, "late", 1, FAULT)
+    with pytest.raises(TransferError, match="closed") as caught:
+        late.wait()
+    assert caught.value.errno == errno.EBADF
+    lane.close()
+
+
+_FORK = """
+import contextlib, errno, os, signal, threading, torch
+from tests.unit.test_stream_lane import HandEvent, HandStream, submit
+from tvm_pager.errors import TransferError
+from tvm_pager.transfer.protocol import Priority
+from tvm_pager.transfer.stream_lane import StreamLane
+
+torch.cuda.Stream, torch.cuda.Event = HandStream, HandEvent
+torch.cuda.device = contextlib.nullcontext
+lane = StreamLane(torch.device("cuda"), "test")
+tickets = [submit(lane, "a", 2, Priority.FAULT)]
+tickets += [submit(lane, name, 3, Priority.PREFETCH) for name in "bc"]
+held, let = threading.Event(), threading.Event()
+
+def hold():
+    with lane._lock:
+        held.set()
+        let.wait()
+
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    HandEvent.is_lost = True  # no child can use CUDA
+    lane.pump()
+    for ticket in tickets + [submit(lane, "late", 1, Priority.FAULT)]:
+        assert ticket.done()
+        assert not lane.cancel(ticket)
+        try:
+            ticket.wait()
+        except TransferError:
+            pass
+        else:
+            raise AssertionError("no error")
+    lane.close()
+    print("child: fine", flush=True)
+    raise SystemExit
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+let.set()
+lane.close()
+for ticket in tickets:
+    ticket.wait()
+print("parent: fine")
+"""
+
+
+def test_a_forked_child_waits_for_nothing() -> None:
+    result = run_program(_FORK, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split("\n")[:2] == ["child: fine", "parent: fine"]

@@ -1,0 +1,363 @@
+"""A lane with a thread: who runs its steps, how it ends, many threads, fork."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.interpreter import run_program
+from tests.leaks import pager_threads
+from tests.unit.lane_steps import (
+    FAULT,
+    PATIENCE_S,
+    PREFETCH,
+    WRITE_BACK,
+    Gate,
+    Memory,
+    a_transfer,
+    over,
+    steps,
+    still_waits,
+)
+from tvm_pager.errors import TransferError
+from tvm_pager.transfer import thread_lane
+from tvm_pager.transfer.protocol import Priority
+from tvm_pager.transfer.thread_lane import ThreadLane
+
+if TYPE_CHECKING:
+    from tvm_pager.transfer.lane_queue import LaneTicket
+
+
+@pytest.fixture(params=[True, False], ids=["inline", "thread"])
+def lane(request: pytest.FixtureRequest) -> Iterator[ThreadLane]:
+    lane = ThreadLane("test", runs_inline=request.param)
+    yield lane
+    lane.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+# --- who runs a step ------------------------------------------------------------------------------
+
+
+def noting_thread(into: list[threading.Thread], num_steps: int = 1) -> Iterator[bool]:
+    for index in range(num_steps):
+        into.append(threading.current_thread())
+        yield index == num_steps - 1
+
+
+def test_an_urgent_job_on_an_idle_lane_runs_in_the_caller() -> None:
+    lane = ThreadLane("test", runs_inline=True)
+    threads: list[threading.Thread] = []
+    assert lane.submit(a_transfer(), noting_thread(threads, 3), FAULT).is_over
+    assert threads == 3 * [threading.current_thread()]
+    assert pager_threads() == [], "no thread was needed"
+    lane.close()
+
+
+def test_what_is_not_urgent_or_slow_runs_in_the_lanes_thread() -> None:
+    threads: list[threading.Thread] = []
+    for runs_inline, priority in ((True, PREFETCH), (True, WRITE_BACK), (False, FAULT)):
+        lane = ThreadLane("test", runs_inline=runs_inline)
+        over(lane.submit(a_transfer(), noting_thread(threads), priority))
+        lane.close()
+    assert [thread.name for thread in threads] == 3 * ["tvm_pager-test"]
+
+
+def test_an_urgent_job_on_a_busy_lane_does_not_run_in_the_caller() -> None:
+    lane = ThreadLane("test", runs_inline=True)
+    gate = Gate()
+    first = lane.submit(a_transfer(), steps("first", [], 1, gate), PREFETCH)
+    gate.wait_inside()
+    log: list[str] = []
+    fault = lane.submit(a_transfer(), steps("fault", log), FAULT)
+    assert (fault.is_over, log) == (False, [])
+    gate.let_go()
+    assert over(first).error is over(fault).error is None
+    lane.close()
+
+
+def test_an_inline_job_keeps_the_lane_for_all_of_its_steps(pool: ThreadPoolExecutor) -> None:
+    lane = ThreadLane("test", runs_inline=True)
+    gate = Gate()
+    log: list[str] = []
+    inline = pool.submit(lane.submit, a_transfer(), steps("inline", log, 2, gate), FAULT)
+    gate.wait_inside()
+    queued = lane.submit(a_transfer(), steps("queued", log), FAULT)
+    waiting = pool.submit(queued.wait)
+    gate.let_go()
+    gate.wait_inside()
+    assert still_waits(waiting)
+    assert log == ["inline", "inline"]
+    gate.let_go()
+    inline.result(PATIENCE_S).wait()
+    waiting.result(PATIENCE_S)
+    lane.close()
+
+
+def test_who_waits_for_a_job_that_has_not_begun_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the thread of the lane never gets to it."""
+    lane = ThreadLane("test", runs_inline=True)
+    monkeypatch.setattr(lane, "_wake", lambda: None)
+    threads: list[threading.Thread] = []
+    tickets = [lane.submit(a_transfer(), noting_thread(threads, 2), PREFETCH) for _ in range(2)]
+    for ticket in reversed(tickets):
+        assert not ticket.done()
+        ticket.wait()
+    assert threads == 4 * [threading.current_thread()]
+    lane.close()
+
+
+# --- its end --------------------------------------------------------------------------------------
+
+
+def test_close_serves_all_that_is_queued(lane: ThreadLane, pool: ThreadPoolExecutor) -> None:
+    gate = Gate()
+    log: list[str] = []
+    tickets = [lane.submit(a_transfer(), steps("first", log, 2, gate), PREFETCH)]
+    gate.wait_inside()
+    tickets += [lane.submit(a_transfer(), steps("other", log), p) for p in Priority]
+    closing = pool.submit(lane.close)
+    assert still_waits(closing)
+    gate.let_go(2)
+    closing.result(PATIENCE_S)
+    assert all(ticket.is_over and ticket.error is None for ticket in tickets)
+    assert len(log) == 5
+    assert pager_threads() == []
+    lane.close()
+
+
+def test_close_waits_for_an_inline_step_of_another_thread(pool: ThreadPoolExecutor) -> None:
+    lane = ThreadLane("test", runs_inline=True)
+    gate = Gate()
+    inline = pool.submit(lane.submit, a_transfer(), steps("inline", [], 1, gate), FAULT)
+    gate.wait_inside()
+    closing = pool.submit(lane.close)
+    assert still_waits(closing)
+    gate.let_go()
+    closing.result(PATIENCE_S)
+    assert inline.result(PATIENCE_S).error is None
+
+
+def test_a_lane_that_was_never_used_closes_at_once(lane: ThreadLane) -> None:
+    lane.close()
+    assert pager_threads() == []
+
+
+def test_stop_ends_the_thread_after_one_step_and_every_ticket(
+    lane: ThreadLane, pool: ThreadPoolExecutor
+) -> None:
+    gate = Gate()
+    log: list[str] = []
+    tickets = [lane.submit(a_transfer(), steps("first", log, 3, gate), PREFETCH)]
+    gate.wait_inside()
+    tickets += [lane.submit(a_transfer(), steps("other", log), p) for p in Priority]
+    waiting = pool.submit(tickets[-1].wait)
+    stopping = pool.submit(lane.stop)
+    assert still_waits(stopping)
+    gate.let_go()
+    stopping.result(PATIENCE_S)
+    with pytest.raises(TransferError, match="closed"):
+        waiting.result(PATIENCE_S)
+    assert log == ["first"]
+    assert pager_threads() == []
+    for ticket in tickets:
+        assert ticket.done()
+        with pytest.raises(TransferError) as caught:
+            ticket.wait()
+        assert caught.value.errno == errno.EBADF
+    lane.close()
+
+
+@pytest.mark.parametrize("priority", Priority)
+def test_what_comes_after_close_fails(lane: ThreadLane, priority: Priority) -> None:
+    log: list[str] = []
+    lane.close()
+    ticket = lane.submit(a_transfer(Memory()), steps("late", log), priority)
+    assert ticket.done()
+    assert ticket.transfer.memory is None
+    assert not lane.cancel(ticket)
+    for _ in range(2):
+        with pytest.raises(TransferError, match="closed") as caught:
+            ticket.wait()
+        assert caught.value.errno == errno.EBADF
+    assert log == []
+    assert pager_threads() == []
+
+
+def test_the_thread_of_a_forgotten_lane_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_lane, "_IDLE_S", 0.02)
+    lane = ThreadLane("test", runs_inline=False)
+    watch = weakref.ref(lane)
+    over(lane.submit(a_transfer(), steps("a", []), PREFETCH))
+    (thread,) = pager_threads()
+    del lane
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    gc.collect()
+    assert watch() is None
+
+
+def test_an_idle_lane_gets_a_new_thread(monkeypatch: pytest.MonkeyPatch, lane: ThreadLane) -> None:
+    monkeypatch.setattr(thread_lane, "_IDLE_S", 0.002)
+    log: list[str] = []
+    rng = random.Random(0)
+    for _ in range(200):  # often enough to come at any moment of the thread's end
+        over(lane.submit(a_transfer(), steps("a", log), PREFETCH))
+        time.sleep(rng.uniform(0.001, 0.004))
+    assert len(log) == 200
+
+
+# --- many threads ---------------------------------------------------------------------------------
+
+
+class Storm:
+    """Submits, promotes, cancels, looks and waits from several threads for some seconds."""
+
+    def __init__(self, lane: ThreadLane, seconds: float) -> None:
+        self._lane = lane
+        self._end_s = time.monotonic() + seconds
+        self._is_stepping = threading.Lock()
+        self.num_jobs = 0
+
+    def run(self, seed: int) -> None:
+        rng = random.Random(seed)
+        held: list[tuple[LaneTicket, list[str], int]] = []
+        while time.monotonic() < self._end_s:
+            log: list[str] = []
+            num_steps = rng.randint(1, 3)
+            fails = OSError(errno.EIO, "x") if rng.random() < 0.1 else None
+            ticket = self._lane.submit(
+                a_transfer(), self._alone(steps("x", log, num_steps, error=fails)), self._any(rng)
+            )
+            held.append((ticket, log, num_steps))
+            for ticket, *_ in rng.sample(held, min(3, len(held))):
+                rng.choice(self._treatments())(ticket, rng)
+            if len(held) > 8:
+                self._finish(*held.pop(rng.randrange(len(held))))
+        for entry in held:
+            self._finish(*entry)
+
+    def _treatments(self) -> list[Callable[[LaneTicket, random.Random], object]]:
+        return [
+            lambda ticket, rng: self._lane.promote(ticket, self._any(rng)),
+            lambda ticket, rng: self._lane.cancel(ticket),
+            lambda ticket, rng: ticket.done(),
+            lambda ticket, rng: ticket.is_certain,
+        ]
+
+    def _finish(self, ticket: LaneTicket, log: list[str], num_steps: int) -> None:
+        code = None
+        try:
+            ticket.wait()
+        except TransferError as error:
+            code = error.errno
+        assert ticket.done()
+        assert len(log) == (0 if code == errno.ECANCELED else num_steps)
+        self.num_jobs += 1
+
+    def _alone(self, steps: Iterator[bool]) -> Iterator[bool]:
+        while True:
+            assert self._is_stepping.acquire(blocking=False), "two steps at a time"
+            try:
+                is_last = next(steps, None)
+            finally:
+                self._is_stepping.release()
+            if is_last is None:
+                return
+            yield is_last
+
+    @staticmethod
+    def _any(rng: random.Random) -> Priority:
+        return rng.choice(list(Priority))
+
+
+def test_many_threads_share_a_lane(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_lane, "_IDLE_S", 0.005)
+    storm = Storm(lane, 2.5)
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(storm.run, seed) for seed in range(8)]:
+            future.result(PATIENCE_S + 2.5)
+    assert storm.num_jobs > 100
+
+
+# --- fork -----------------------------------------------------------------------------------------
+
+_FORK = """
+import errno, os, signal, sys, threading
+from tvm_pager.errors import TransferError
+from tvm_pager.transfer.protocol import Lane, Piece, Priority, Transfer
+from tvm_pager.transfer.thread_lane import ThreadLane
+
+runs_inline = sys.argv[1] == "True"
+queued, in_flight, inside, let = (threading.Event() for _ in range(4))
+
+def a_transfer():
+    return Transfer(7, Lane.H2N, (Piece(0, 0, 0, 4096),), None)
+
+def half_done():
+    queued.wait()
+    try:
+        yield False
+        yield True
+    finally:
+        in_flight.wait()  # as for I/O whose threads no child has
+
+def stuck():
+    inside.set()
+    let.wait()
+    yield True
+
+lane = ThreadLane("test", runs_inline=runs_inline)
+half = lane.submit(a_transfer(), half_done(), Priority.PREFETCH)
+while not half.job.has_begun:
+    pass
+tickets = [half, lane.submit(a_transfer(), stuck(), Priority.FAULT)]
+queued.set()
+inside.wait()
+tickets.append(lane.submit(a_transfer(), stuck(), Priority.PREFETCH))
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    for ticket in tickets + [lane.submit(a_transfer(), stuck(), Priority.FAULT)]:
+        assert ticket.done()
+        assert not lane.cancel(ticket)
+        try:
+            ticket.wait()
+        except TransferError as error:
+            assert error.errno == errno.EBADF, error
+        else:
+            raise AssertionError("no error")
+    lane.close()
+    print("child: fine", flush=True)
+    raise SystemExit
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+let.set()
+in_flight.set()
+lane.close()
+for ticket in tickets:
+    ticket.wait()
+print("parent: fine")
+"""
+
+
+@pytest.mark.parametrize("runs_inline", [True, False])
+def test_a_forked_child_waits_for_nothing(runs_inline: bool) -> None:
+    """It has none of the threads; the parent goes on as if nothing had been."""
+    result = run_program(_FORK, runs_inline, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split("\n")[:2] == ["child: fine", "parent: fine"]
