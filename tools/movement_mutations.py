@@ -50,17 +50,10 @@ MOVEMENT_MUTATIONS = (
         _CLOSING + "pages_that_live_still_change_places_around_a_bad_block[EIO]",
     ),
     Mutation(
-        "bad frames back no page",
+        "a closed tier backs nothing",
         "tvm_pager/paging/limits.py",
-        "    below -= sum(",
-        "    sum(",
-        _CLOSING + "bad_frames_back_no_page",
-    ),
-    Mutation(
-        "a closed tier backs only what is in it",
-        "tvm_pager/paging/limits.py",
-        "frames.used_bytes if closed else frames.capacity_bytes",
-        "frames.capacity_bytes",
+        "        if tier not in table.closed_tiers\n",
+        "",
         _CLOSING + "new_pages_are_refused_with_the_reason_once_a_write_has_failed[EIO]",
     ),
     Mutation(

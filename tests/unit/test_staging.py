@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from tests.unit.small_backends import MIB, alias, bytes_of
+from tests.unit.small_backends import MIB, Make, alias, bytes_of, copy, page_of, run, wipe
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer.pieces import Part, Run
+from tvm_pager.transfer.protocol import Lane, Piece, Priority
 from tvm_pager.transfer.staging import Staging
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tvm_pager.transfer.block_store import BlockStore, Completion
     from tvm_pager.transfer.device_copy import SlabRange
 
 
@@ -210,3 +213,48 @@ def test_small_pages_are_not_cut(staging: Staging) -> None:
         staging.steps_down(page_with(bytes_of(MIB)), [run_of(MIB)], LateCopier(log), LateStore(log))
     )
     assert log == ["copy 0", "write 0", "done 0"]
+
+
+class GatedStore:
+    """A block store whose first read, once it is armed, is held up when its bytes have come."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self.inside, self.let = threading.Event(), threading.Event()
+        self.is_armed = False
+        self._store = store
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def read(self, file_offset: int, buffers: Sequence[memoryview]) -> Completion:
+        completion = self._store.read(file_offset, buffers)
+        if self.is_armed:
+            self.is_armed = False
+            completion.wait()
+            self.inside.set()
+            assert self.let.wait(20)
+        return completion
+
+
+def test_a_page_read_into_host_memory_does_not_meet_a_fetch_in_the_staging(make: Make) -> None:
+    """Both come up from NVMe, one in the thread of the lane and one for the caller."""
+    stores: list[GatedStore] = []
+
+    def wrap(store: BlockStore) -> GatedStore:
+        stores.append(GatedStore(store))
+        return stores[-1]
+
+    backend = make(wrap_store=wrap)
+    data = [bytes_of(32 << 10, seed) for seed in range(2)]
+    pages = [page_of(backend, d) for d in data]
+    for slot, page in enumerate(pages):
+        run(backend, Lane.D2N, page, len(data[slot]), slot << 16)
+    wipe(backend, pages[0], len(data[0]))
+    stores[0].is_armed = True
+    ticket = backend.submit(copy(Lane.N2D, pages[0], len(data[0]), 0), Priority.PREFETCH)
+    assert stores[0].inside.wait(20)
+    threading.Timer(0.1, stores[0].let.set).start()
+    kept = backend.read_to_host(len(data[1]), {Lane.N2D: [Piece(0, 1 << 16, 0, len(data[1]))]})
+    ticket.wait()
+    assert torch.equal(alias(pages[0]).cpu(), data[0])
+    assert torch.equal(kept, data[1])

@@ -72,8 +72,13 @@ class Admission:
 
     def _bring(self, pages: list[Page], new_bytes: int, operation: str) -> None:
         pager = self._pager
-        # Waiting gives up the lock, and others may evict meanwhile what was there.
-        while not self._are_here(pages) or pager.free_bytes < new_bytes or pager.reservations.queue:
+        # Waiting gives up the lock, and others may evict meanwhile what was there. Who needs no
+        # room stands in nobody's way.
+        while (
+            not self._are_here(pages)
+            or pager.free_bytes < new_bytes
+            or (new_bytes and pager.reservations.queue)
+        ):
             with pager.reservations.request() as turn:
                 is_granted = False
                 while not is_granted:

@@ -154,7 +154,7 @@ class Flight:
                 else:
                     ticket.wait()
             except TransferError as error:
-                failure = failure or error
+                failure = failure or error.with_traceback(None)  # else it holds this frame
         if page.tickets is tickets:  # else another thread has finished it
             self._finish(page, failure)
 
@@ -182,7 +182,7 @@ class Flight:
                 else:
                     self._wait_unlocked(partial(self._backend.order, ticket, tuple(executors)))
             except TransferError as error:
-                failure = failure or error
+                failure = failure or error.with_traceback(None)  # else it holds this frame
         if page.tickets is tickets:
             if failure is not None:
                 self.settle(page)  # waits for the others
@@ -242,8 +242,6 @@ class Flight:
             self._table.reap()
             return
         if failure is not None:
-            # Its ticket lives on for a while: a traceback would hold this thread's whole stack.
-            failure = failure.with_traceback(None)
             error = failure if is_mismatch else copy_failed(page, self._table, failure)
             self._fail(page, failure)
             if failure.errno == errno.ECANCELED:  # somebody wanted that
@@ -252,7 +250,7 @@ class Flight:
                 raise error
             finally:
                 # Error and frame would hold each other, and with them the page's memory.
-                del error
+                del error, failure
         if page.state is PageState.FETCHING:
             self._table.finish_fetch(page)
             self._policies[Tier.DEVICE].used(page)

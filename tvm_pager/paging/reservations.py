@@ -98,6 +98,8 @@ class Reservations:
                 if self.num_waits != before:
                     continue  # others have evicted what was chosen here, or brought more
                 if not self._may_end():
+                    if own and self.num_waits != num_waits:
+                        return True  # others may have brought what was counted as missing
                     raise over_budget(pager, need_bytes, operation)
             self._wait(own)
         return self.num_waits != num_waits

@@ -31,6 +31,7 @@ class Call:
     kwargs: dict[str, Any] | None
     pages: list[Page]  # of the operands; one that is named twice comes twice
     unpaged: list[torch.Tensor]  # the operands that are on no page
+    created_bytes: int = 0  # device bytes of the pages that it has created
 
     def execute(self) -> Any:
         """Calls the operator; whether dispatch sees it again is the caller's affair."""
@@ -52,6 +53,10 @@ class Call:
 
     def operand_bytes(self) -> int:
         return sum(page.frame_bytes for page in self.distinct_pages())
+
+    def missing_bytes(self) -> int:
+        """What of its operands is not on the device. Counts one that is named twice as two."""
+        return sum(page.frame_bytes for page in self.pages if not page.is_on_device)
 
     def available_bytes(self) -> int:
         """What it may create beside its operands, if everything evictable goes. O(pages)."""

@@ -73,7 +73,7 @@ def _restore_all(context: PagingContext, reader: Reader) -> TransferError | None
         try:
             num_kept += not _restore(context, reader, page)
         except TransferError as error:
-            failure = failure or error
+            failure = failure or error.with_traceback(None)  # else it holds this frame
     if num_kept:
         context.core.notice(
             f"{num_kept} pages did not fit on {context.device} at close and are kept in host "

@@ -161,11 +161,6 @@ class PagingContext:
         """
         assert self.current_executor is not None
         executor = self.current_executor()
-        if executor != self.owner_executor and torch.cuda.is_current_stream_capturing():
-            raise UnpageableError(  # capture always runs on a side stream
-                "CUDA graph capture over paged tensors: a replay would read memory that has moved. "
-                "unpage() the model first, or run it without a graph"
-            )
         if executor != self.owner_executor or page.executors is not None:
             if page.executors is None:
                 page.executors = {self.owner_executor}
@@ -173,11 +168,27 @@ class PagingContext:
             if page.readers:
                 self.core.flight.order_again(page, executor)
 
+    def refuse_capture(self) -> None:
+        """Raises UnpageableError inside the capture of a CUDA graph, before anything else happens.
+
+        What the pager asks of the device (has an event passed?) would end the capture.
+        """
+        if (
+            self.current_executor is not None
+            and self.current_executor() != self.owner_executor  # a capture has its own stream
+            and torch.cuda.is_current_stream_capturing()
+        ):
+            raise UnpageableError(
+                "CUDA graph capture over paged tensors: a replay would read memory that has moved. "
+                "unpage() the model first, or run it without a graph"
+            )
+
     # --- access ----------------------------------------------------------------------------------
 
     def fault_in(self, page: Page, operation: str) -> None:
         """Makes one page resident. The lock is held."""
         self.refuse_closed(page)
+        self.refuse_capture()
         if page.state is not PageState.RESIDENT:
             self.core.admit([page], 0, operation)
         if self.current_executor is not None:

@@ -78,6 +78,7 @@ def run_operator(
             raise two_pagers(plan, page)
         if context.is_closed and page.state is not _RESIDENT:
             context.refuse_closed(page)
+    context.refuse_capture()
     call = Call(context, func, plan, args, kwargs, pages, unpaged)
     if not plan.is_native:
         return _run_unlocked(call)
@@ -92,7 +93,7 @@ def run_operator(
             if known is None:
                 return _run_measured(call, key)
             new_bytes = known
-            if known > core.free_bytes:
+            if known > core.free_bytes - call.missing_bytes():
                 new_bytes = max(context.sizes.least(key), min(known, call.available_bytes()))
         return _run_locked(call, new_bytes)
 
@@ -137,6 +138,7 @@ def _run_locked(call: Call, new_bytes: int, probe: _Probe | None = None) -> Any:
         with _guard():
             if probe is not None:
                 probe.start()
+            created_before = table.created_bytes  # now: while we waited, others created as well
             out = call.execute() if context.is_cpu else _run_on_cuda(call)
             if probe is not None:
                 probe.stop()
@@ -144,6 +146,7 @@ def _run_locked(call: Call, new_bytes: int, probe: _Probe | None = None) -> Any:
                 out = wrap_tensor(context, plan, out, call.args, call.unpaged)
             elif out.__class__ is not tensor_class.paged:
                 out = wrap(context, plan, out, call.args, call.unpaged)
+            call.created_bytes = table.created_bytes - created_before
     finally:
         core.running.pop()
         core.device_policy.trim()
@@ -196,12 +199,11 @@ def _run_measured(call: Call, key: Any) -> Any:
     core.sample_overhead()
     wanted = context.sizes.cautious(plan, estimate, call.operand_bytes())
     reserved = max(least, min(wanted, call.available_bytes()))
-    created_before = core.table.created_bytes
     probe = None if context.is_cpu else _Probe(context)
     out = _run_locked(call, reserved, probe)
     if key is not None:
         taken = None if probe is None else probe.need_bytes()
-        context.sizes.observe(key, max(least, core.table.created_bytes - created_before), taken)
+        context.sizes.observe(key, max(least, call.created_bytes), taken)
     core.sample_overhead()
     if core.free_bytes < 0:  # created more than estimated: make up for it at once
         core.make_room(0, plan.name)
@@ -237,9 +239,10 @@ def _run_unlocked(call: Call) -> Any:
             with core.lock:
                 hold_until_done(call, out, distinct)
     finally:
-        core.unpin(distinct)  # not before they are held
+        with core.lock:
+            core.unpin(distinct)  # not before they are held
+            compare_sizes(context, written)  # before another thread can evict them
     with core.lock:
-        compare_sizes(context, written)
         with _guard():
             out = wrap(context, plan, out, call.args, call.unpaged)
         core.sample_overhead()

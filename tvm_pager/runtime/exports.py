@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from tvm_pager.memory import Page
     from tvm_pager.runtime.context import PagingContext
 
-__all__ = ["AbsentStorage", "plain_alias", "plain_copy", "storage_alias"]
+__all__ = ["AbsentStorage", "plain_alias", "plain_copy", "read", "storage_alias"]
+
+_T = TypeVar("_T")
 
 _guard = torch._C._DisableTorchDispatch
 
@@ -97,6 +99,15 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
         context.core.drain()
         flat = _flat_bytes(context, page)
         return _view(flat, tensor)
+
+
+def read(tensor: torch.Tensor, look: Callable[[torch.Tensor], _T]) -> _T:
+    """Lets `look` see a plain alias, and no longer: no other thread finds the page held. Blocks."""
+    page = page_of(tensor)
+    if page is None:
+        return look(plain_alias(tensor))
+    with page.pager.core.lock:
+        return look(plain_alias(tensor))
 
 
 def plain_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["close_in_children"]
 
 _open: weakref.WeakSet[PagingContext] = weakref.WeakSet()
-_locked: list[PagingContext] = []  # by the thread that is forking
+_forking = threading.local()  # `contexts`: those whose locks the thread holds across its fork
 
 
 def close_in_children(context: PagingContext) -> None:
@@ -33,19 +34,19 @@ def close_in_children(context: PagingContext) -> None:
 
 def _before_fork() -> None:
     # In one order, so that two threads that fork do not wait for each other.
-    contexts = sorted((c for c in _open if not c.is_closed), key=id)
-    for context in contexts:
+    _forking.contexts = sorted((c for c in _open if not c.is_closed), key=id)
+    for context in _forking.contexts:
         context.core.lock.acquire()
-    _locked.extend(contexts)
 
 
 def _in_parent() -> None:
-    while _locked:
-        _locked.pop().core.lock.release()
+    contexts, _forking.contexts = _forking.contexts, ()
+    for context in contexts:
+        context.core.lock.release()
 
 
 def _in_child() -> None:
-    contexts = list(_locked)
+    contexts = _forking.contexts
     _in_parent()
     _open.clear()
     for context in contexts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import multiprocessing.context
 import multiprocessing.reduction
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils import _foreach_utils
 
 from tvm_pager.errors import UnpageableError
 from tvm_pager.runtime.dispatch import dispatch
-from tvm_pager.runtime.exports import plain_alias, plain_copy, storage_alias
+from tvm_pager.runtime.exports import plain_alias, plain_copy, read, storage_alias
 from tvm_pager.runtime.results import tensor_class
 from tvm_pager.runtime.storage import page_of
 
@@ -119,14 +120,14 @@ class PagedTensor(torch.Tensor):
         return plain_alias(self).__cuda_array_interface__
 
     def tolist(self) -> Any:
-        return plain_alias(self).tolist()
+        return read(self, torch.Tensor.tolist)
 
     def item(self) -> Any:
         # C code reaches the slots below with dispatch off: `torch.tensor([paged])`.
-        return plain_alias(self).item() if _is_excluded(_python) else _Base.item(self)
+        return read(self, _Base.item) if _is_excluded(_python) else _Base.item(self)
 
     def __bool__(self) -> bool:
-        return bool(plain_alias(self)) if self.numel() != 1 else bool(self.item())
+        return read(self, bool) if self.numel() != 1 else bool(self.item())
 
     def __int__(self) -> int:
         return int(self.item())
@@ -138,12 +139,14 @@ class PagedTensor(torch.Tensor):
         return complex(self.item())
 
     def __index__(self) -> int:
-        return plain_alias(self).__index__()
+        return read(self, torch.Tensor.__index__)
 
     # --- text ------------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        plain: Any = plain_alias(self)  # torch's own `__repr__` has no types
+        return read(self, partial(self._text, tensor_contents))
+
+    def _text(self, tensor_contents: Any, plain: Any) -> str:  # torch's own `__repr__` has no types
         grad_fn = self.grad_fn
         if grad_fn is None:
             text = plain.requires_grad_(self.requires_grad).__repr__(

@@ -87,7 +87,7 @@ class Transfer:
     # The page's device memory, opaque to the pager; None on H2N and N2H. Its ticket lets go of it
     # as soon as memory that dies could no longer be reused too early.
     memory: object | None
-    # Executors (CUDA streams) whose queued work on `memory` comes first.
+    # Executors (CUDA streams) whose queued work on `memory` comes first; none: the caller's.
     after: tuple[object, ...] = ()
     # On N2D: the backend's name for a file that stands in for the swap file. On R2D: a `Recipe`.
     source: Any = None

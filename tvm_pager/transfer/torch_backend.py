@@ -269,7 +269,8 @@ class TorchBackend:
             nvme_bytes=self.nvme_capacity_bytes,
         )
         copier, lane = self._lanes[transfer.lane]
-        waits = self._events(transfer.after) if storage is not None else []
+        after = transfer.after or (self.current_executor(),)
+        waits = self._events(after) if storage is not None and self._is_cuda else []
         steps = self._routes.steps(transfer, storage, copier)
         if waits and isinstance(copier, CudaCopier):
             steps = _after(waits, copier.stream, steps)
@@ -324,7 +325,12 @@ class TorchBackend:
                 host_bytes=self.host_capacity_bytes,
                 nvme_bytes=self.nvme_capacity_bytes,
             )
-            for _ in self._routes.steps(transfer, storage, copier):
+            steps = self._routes.steps(transfer, storage, copier)
+            queue = self._lanes[lane][1]
+            if isinstance(queue, ThreadLane):  # fetches in flight use the same staging
+                queue.submit(transfer, steps, Priority.FAULT).wait()
+                continue
+            for _ in steps:
                 pass
         with torch.inference_mode(mode=False), RawDispatch():
             return raw_alias(storage, torch.device("cpu"))
