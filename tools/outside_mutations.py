@@ -134,7 +134,7 @@ OUTSIDE_MUTATIONS = (
     Mutation(
         "scalars are read where dispatch is off",
         "tvm_pager/runtime/paged_tensor.py",
-        "plain_alias(self).item() if _is_excluded(_python) else _Base.item(self)",
+        "read(self, _Base.item) if _is_excluded(_python) else _Base.item(self)",
         "_Base.item(self)",
         _READS + "[tensor of floats-before]",
     ),

@@ -166,8 +166,9 @@ def _start_to_repeat() -> None:
 
 def _repeat() -> None:
     time.sleep(_REPEAT_S)
-    if _kept:
-        _thread.interrupt_main(_kept[0][1])  # type: ignore[arg-type]  # any number will do
+    kept, ident = list(_kept), threading.main_thread().ident
+    if kept and ident is not None and callable(signal.getsignal(kept[0][1])):
+        signal.pthread_kill(ident, kept[0][1])  # also wakes it where it sleeps
 
 
 def _forget_in_child() -> None:

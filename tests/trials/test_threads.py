@@ -24,6 +24,10 @@ from tests.trials.harness import (
     seed_all,
     small_pager,
 )
+from tvm_pager.paging import DemandPager
+from tvm_pager.runtime.storage import page_of
+from tvm_pager.transfer.device_copy import CpuCopier
+from tvm_pager.transfer.protocol import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,8 +35,9 @@ if TYPE_CHECKING:
 
 BUDGET_BYTES = 76 * KIB
 THIRD_BYTES = 24 * KIB  # three of them fit, and nothing beside them
-PATIENCE_S = 30.0
+PATIENCE_S = 15.0
 NUM_THREADS = 4
+SLOW_S = 1.5
 
 
 class Stage:
@@ -53,6 +58,13 @@ def hold(x: torch.Tensor) -> torch.Tensor:
     stage.is_on.set()
     assert stage.may_end.wait(PATIENCE_S)
     return x[:1].clone()
+
+
+@torch.library.custom_op("trials::hold_and_double", mutates_args={"x"})
+def hold_and_double(x: torch.Tensor) -> None:
+    stage.is_on.set()
+    assert stage.may_end.wait(PATIENCE_S)
+    x.mul_(2)
 
 
 @torch.library.custom_op("trials::add_three", mutates_args=())
@@ -165,24 +177,24 @@ def test_requests_that_each_need_most_of_the_budget_are_granted_whole_and_in_ord
     If it kept that third meanwhile, neither of the two could ever be granted.
     """
     with small_pager(tmp_path, device=BUDGET_BYTES) as pager:
-        held = third(0.0)
+        held = [third(0.0)]
         first = [third(value) for value in (1.0, 2.0, 3.0)]
         second = [third(value) for value in (10.0, 20.0, 30.0)]
         pager.evict_all()
-        holder = Worker(lambda: hold(held))
+        holder = Worker(lambda: hold(*held))
         assert stage.is_on.wait(PATIENCE_S)
         assert float(first[0][0] + second[0][0]) == 11.0  # both there, beside `held`
         queue = pager._core.reservations.queue
-        workers = []
-        for operands in (first, second):
-            workers.append(Worker(lambda operands=operands: add_three(*operands)))
-            wait_until(lambda: len(queue) == len(workers))
+        older = Worker(lambda: add_three(*first))
+        wait_until(lambda: len(queue) == 1)
+        younger = Worker(lambda: add_three(*second))
+        wait_until(lambda: len(queue) == 2)
         stage.may_end.set()
-        assert workers[0].get().tolist() == [6.0] * 8
-        assert workers[1].get().tolist() == [60.0] * 8
+        assert older.get().tolist() == [6.0] * 8
+        assert younger.get().tolist() == [60.0] * 8
         assert stage.order == [1.0, 10.0]
         holder.get()
-        del operands, first, second, held, holder, workers
+        del older, younger
         assert_at_rest(pager)
     assert_nothing_left(tmp_path)
 
@@ -205,7 +217,7 @@ def test_many_requests_that_exclude_each_other_all_end(tmp_path: Path) -> None:
         ]
         assert [worker.get() for worker in workers] == expected
         assert_at_rest(pager)
-        del operands, workers
+        operands.clear()
     assert_nothing_left(tmp_path)
 
 
@@ -244,13 +256,99 @@ def test_a_thread_that_dies_in_the_middle_leaves_the_others_at_work(
                 Worker(lambda: fail(operands)).get()
         for worker in healthy:
             assert worker.get() == [3.0, 12.0, 6.0, 9.0] * 4
-        del operands, healthy, worker
+        operands.clear()
         assert_at_rest(pager)
         assert pager.stats().num_pages == 0
     assert_nothing_left(tmp_path)
 
 
+def test_an_operand_is_not_taken_for_resized_when_another_thread_evicts_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pins of an operator that writes end, and somebody has been waiting for that."""
+    unpin = DemandPager.unpin
+
+    def unpin_slowly(core: DemandPager, pages: Any) -> None:
+        unpin(core, pages)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(DemandPager, "unpin", unpin_slowly)
+    with small_pager(tmp_path, device=BUDGET_BYTES) as pager:
+        written = [third(1.0), third(2.0)]
+        others = [third(3.0), third(4.0), third(5.0)]
+        writer = Worker(lambda: hold_and_double(written[0]))
+        assert stage.is_on.wait(PATIENCE_S)
+        waiting = Worker(lambda: add_three(*others))
+        wait_until(lambda: len(pager._core.reservations.queue) == 1)
+        stage.may_end.set()
+        writer.get()
+        assert waiting.get().tolist() == [12.0] * 8
+        assert set(written[0].tolist()) == {2.0}
+        written.clear()
+        others.clear()
+        assert_at_rest(pager)
+    assert_nothing_left(tmp_path)
+
+
+def test_what_others_create_meanwhile_is_not_taken_for_an_operations_own(tmp_path: Path) -> None:
+    """The first operation of a kind is measured, and waits; its next one would ask for far more."""
+    with small_pager(tmp_path, device=BUDGET_BYTES) as pager:
+        held, operands, small = [third(0.0)], [third(1.0), third(2.0)], torch.ones(64)
+        pager.evict_all()
+        holder = Worker(lambda: hold(*held))
+        assert stage.is_on.wait(PATIENCE_S)
+        torch.mul(small, 2)
+        measured = Worker(lambda: torch.atan2(*operands))
+        wait_until(lambda: len(pager._core.reservations.queue) == 1)
+        for _ in range(400):
+            torch.mul(small, 2)  # small enough to need no request
+        stage.may_end.set()
+        assert float(measured.get()[0]) == float(torch.atan2(torch.ones(1), 2 * torch.ones(1)))
+        assert max(pager._context.sizes.by_key.values()) <= 2 * THIRD_BYTES
+        assert float(holder.get()) == 0.0
+        held.clear()
+        operands.clear()
+        assert_at_rest(pager)
+    assert_nothing_left(tmp_path)
+
+
 # --- waiting ---
+
+
+def test_what_needs_no_room_does_not_queue_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operation on pages that are there, also while one of them is being written back."""
+    copy, may_copy = CpuCopier.copy, threading.Event()
+
+    def copy_late(copier: CpuCopier, *args: Any, **kwargs: Any) -> None:
+        assert not kwargs["down"] or may_copy.wait(PATIENCE_S)
+        copy(copier, *args, **kwargs)
+
+    with small_pager(tmp_path, device=BUDGET_BYTES) as pager:
+        held, others = [third(0.0)], [third(3.0), third(4.0), third(5.0)]
+        near = torch.zeros(512)
+        pager.evict_all()
+        near.add_(1.0)
+        holder = Worker(lambda: hold(*held))
+        assert stage.is_on.wait(PATIENCE_S)
+        monkeypatch.setattr(CpuCopier, "copy", copy_late)
+        with pager._core.lock:
+            page = page_of(near)
+            assert page is not None
+            pager._core.mover.start_write_back(page, None, Priority.WRITE_BACK)
+        waiting = Worker(lambda: add_three(*others))
+        wait_until(lambda: len(pager._core.reservations.queue) == 1)
+        Worker(lambda: near.add_(1.0)).get()
+        may_copy.set()
+        stage.may_end.set()
+        assert waiting.get().tolist() == [12.0] * 8
+        assert near.tolist() == [2.0] * 512
+        assert float(holder.get()) == 0.0
+        held.clear()
+        others.clear()
+        assert_at_rest(pager)
+    assert_nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
@@ -260,16 +358,16 @@ def test_a_thread_that_waits_for_the_disk_does_not_stop_the_others(
     """The lock is given up while it waits. What the others use is resident."""
     name = "preadv" if way == "read" else "pwritev"
     call: Any = getattr(os, name)
-    num_slow = 0
+    is_armed, has_waited = threading.Event(), threading.Event()
 
-    def slow(*args: Any) -> Any:
-        nonlocal num_slow
-        if num_slow > 0:
-            num_slow -= 1
-            time.sleep(1.5)
+    def slow_once(*args: Any) -> Any:
+        if is_armed.is_set():
+            is_armed.clear()
+            time.sleep(SLOW_S)
+            has_waited.set()
         return call(*args)
 
-    monkeypatch.setattr(os, name, slow)
+    monkeypatch.setattr(os, name, slow_once)
     with small_pager(tmp_path, device=BUDGET_BYTES) as pager:
         far = [third(float(value)) for value in range(8)]
         near = torch.zeros(1024)
@@ -281,20 +379,21 @@ def test_a_thread_that_waits_for_the_disk_does_not_stop_the_others(
             return [float(tensor[0]) for tensor in far]
 
         near.add_(1.0)
-        num_slow = 1
+        is_armed.set()
         waiting = Worker(touch)
         num_steps, longest_s = 0, 0.0
-        while waiting.is_alive() and num_slow:
+        while waiting.is_alive() and not has_waited.is_set():
             started_s = time.monotonic()
             near.add_(1.0)
             longest_s = max(longest_s, time.monotonic() - started_s)
             num_steps += 1
             time.sleep(0.001)
-        assert not num_slow, "nothing was slow"
+        assert has_waited.is_set()
         assert waiting.get() == [value + 1.0 for value in range(8)]
-        assert longest_s < 1.0, "an operation on a resident page waited for the disk"
+        assert longest_s < 0.7 * SLOW_S, "an operation on a resident page waited for the disk"
         assert num_steps > 20
         assert near.tolist() == [num_steps + 1.0] * 1024
-        del far, near, waiting
+        far.clear()
+        del near, waiting
         assert_at_rest(pager)
     assert_nothing_left(tmp_path)

@@ -62,7 +62,8 @@ class HostRoom:
             if missing <= 0:
                 break
             if self._flight.num_failed_demotions != num_failed:
-                return False  # a disk that refuses at once would be asked for ever
+                # A disk that refuses at once would be asked for ever.
+                return self._drop_redundant(need_bytes)
             page = self._oldest()
             try:
                 if page is not None:

@@ -10,13 +10,13 @@ import heapq
 import itertools
 from typing import TYPE_CHECKING, Protocol
 
-from tvm_pager.errors import TransferError
 from tvm_pager.transfer.protocol import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from threading import Lock
 
+    from tvm_pager.errors import TransferError
     from tvm_pager.transfer.protocol import Transfer
 
 __all__ = ["Job", "LaneQueue", "LaneTicket", "Launcher"]
@@ -60,8 +60,7 @@ class LaneTicket:
             self._lane.promote(self, Priority.FAULT)
             self._lane.join(self)
         if self.error is not None:
-            # A new one: the ticket lives on, and a traceback would hold the frames of all callers.
-            raise TransferError(str(self.error), self.error.errno) from self.error.__cause__
+            raise self.error.with_traceback(None)
 
     def end(self, error: TransferError | None = None) -> None:
         """It has ended; source and destination are let go."""
