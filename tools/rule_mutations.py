@@ -6,6 +6,7 @@ allows: the more it holds, the more edits make it stale.
 
 from __future__ import annotations
 
+from tools.fault_mutations import FAULT_MUTATIONS
 from tools.movement_mutations import MOVEMENT_MUTATIONS
 from tools.mutation import Mutation
 from tools.outside_mutations import OUTSIDE_MUTATIONS
@@ -338,4 +339,5 @@ MUTATIONS = (
     ),
     *MOVEMENT_MUTATIONS,
     *OUTSIDE_MUTATIONS,
+    *FAULT_MUTATIONS,
 )

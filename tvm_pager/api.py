@@ -115,7 +115,7 @@ class Pager:
         self._pass_on_notices()
         self._entry = ModuleEntry(self._context)
         self._mode: PagingMode | None = None
-        refuse_compilation()
+        refuse_compilation(self._context)
         cover_raw_reads()
         # Through a weak reference: the hook is global, and must not keep a forgotten pager's slab
         # and file.
@@ -384,7 +384,7 @@ class Pager:
         if self._context.is_closed:
             self._hook.remove()
             self._entry.close()
-            allow_compilation()
+            allow_compilation(self._context)
             uncover_raw_reads()
             self._shield.lower()
         return failure

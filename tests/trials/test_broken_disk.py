@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tvm_pager
+from tests.leaks import left_behind
 from tests.model.rig import FRAME, Rig, rigs
 from tests.trials.harness import (
     WIDTH,
@@ -21,8 +22,10 @@ from tests.trials.harness import (
     push_to_nvme,
     seed_all,
     small_pager,
+    spill_folder,
 )
 from tvm_pager.transfer.protocol import Lane
+from tvm_pager.transfer.swap_file import SwapFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 # --- while it runs ---
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize("code", [errno.ETIMEDOUT, errno.EIO], ids=["ETIMEDOUT", "EIO"])
 def test_a_disk_that_refuses_at_once_is_asked_a_few_times(code: int) -> None:
     """Room in the slab was asked for again and again: for ever, or until each frame was set aside.
@@ -155,3 +158,11 @@ def test_a_close_that_could_not_read_everything_back_may_be_repeated(
     assert_equal(wanted, frozen(everything(model), version=False))
     assert_nothing_left(tmp_path)
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))  # no pager is open any more
+
+
+def test_a_swap_file_that_was_forgotten_takes_no_space(tmp_path: Path) -> None:
+    """A pager that nobody closed, in a process that goes on."""
+    file = SwapFile(spill_folder(tmp_path), 1 << 20, margin_bytes=0)
+    assert left_behind(tmp_path / "spill")
+    del file
+    assert_nothing_left(tmp_path)

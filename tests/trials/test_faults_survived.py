@@ -55,7 +55,7 @@ class Setting(NamedTuple):
 THREE_TIERS = Setting(WIDTH, {"device": 76 * KIB})
 TWO_TIERS = Setting(WIDTH, {"device": 76 * KIB, "host": 1024 * KIB, "nvme": False})
 # Pages larger than the slab: what does not fit there goes between the device and NVMe.
-LARGE_PAGES = Setting(4 * WIDTH, {"device": 1536 * KIB, "segment_bytes": 64 * KIB})
+LARGE_PAGES = Setting(3 * WIDTH, {"device": 896 * KIB, "segment_bytes": 64 * KIB})
 WITH_NVME = pytest.mark.parametrize(
     "setting", [THREE_TIERS, LARGE_PAGES], ids=["three tiers", "large pages"]
 )

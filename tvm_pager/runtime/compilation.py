@@ -9,26 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from tvm_pager.errors import UnpageableError
+
+if TYPE_CHECKING:
+    from tvm_pager.runtime.context import PagingContext
 
 __all__ = ["allow_compilation", "refuse_compilation"]
 
 _lock = threading.Lock()
-_num_open = 0
+_open: weakref.WeakSet[PagingContext] = weakref.WeakSet()  # what is forgotten refuses nothing
 _callback: Any = None
 
 
-def refuse_compilation() -> None:
-    """Counts an open pager; the first one registers the callback."""
-    global _num_open, _callback
+def refuse_compilation(context: PagingContext) -> None:
+    """Until the pager is closed, or forgotten; the first one registers the callback."""
+    global _callback
     from torch._dynamo import exc
     from torch._dynamo.callback import callback_handler
 
     with _lock:
-        _num_open += 1
-        if _num_open > 1:
+        _open.add(context)
+        if _callback is not None:
             return
 
         # Dynamo rewraps every other exception, and answers `Unsupported` by running the frame
@@ -37,6 +41,8 @@ def refuse_compilation() -> None:
             pass
 
         def refuse(arguments: Any) -> None:
+            if all(context.is_closed for context in _open):  # as in a forked child
+                return
             raise CompilationRefused(
                 "torch.compile over paged tensors is not supported: compiled code reads storages "
                 "that may be absent. Run the model uncompiled "
@@ -48,14 +54,14 @@ def refuse_compilation() -> None:
         callback_handler.register_start_callback(refuse)
 
 
-def allow_compilation() -> None:
-    """The counterpart of `refuse_compilation`."""
-    global _num_open, _callback
+def allow_compilation(context: PagingContext) -> None:
+    """The counterpart of `refuse_compilation`. Idempotent."""
+    global _callback
     from torch._dynamo.callback import callback_handler
 
     with _lock:
-        _num_open -= 1
-        if not _num_open:
+        _open.discard(context)
+        if not _open and _callback is not None:
             with contextlib.suppress(ValueError):  # `torch._dynamo.reset()` has removed it
                 callback_handler.remove_start_callback(_callback)
             _callback = None
