@@ -37,6 +37,13 @@ FAULT_MUTATIONS = (
         _SIGNALS + "a_finaliser_does_not_swallow_it",
     ),
     Mutation(
+        "our handler stands before one that was set since",
+        "tvm_pager/interrupts.py",
+        "    if Shield.num_up and _is_main_thread():\n        _install()\n",
+        "",
+        _SIGNALS + "a_handler_that_was_set_since_comes_behind_ours_when_it_is_looked_for",
+    ),
+    Mutation(
         "a wait for a transfer can be cut off",
         "tvm_pager/transfer/thread_lane.py",
         "            interruptible(gate.acquire)\n",

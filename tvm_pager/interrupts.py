@@ -11,11 +11,13 @@
     return; where the program has one of its own, a thread repeats the signal instead.
 
     Covered are the signals that have a handler in Python when a pager is opened in the main thread:
-    SIGINT always, and those that the program has set up before.
+    SIGINT always, and those that the program has set up before. Notebooks put a handler of their
+    own there at each cell, so that it is looked for again now and then (`renew`).
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # what `signal` wraps in 2 us
 import _thread
 import os
 import signal
@@ -28,13 +30,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-__all__ = ["Shield", "interruptible"]
+__all__ = ["Shield", "interruptible", "renew"]
 
 _T = TypeVar("_T")
 
 # Exceptions from these go nowhere: C calls them, and prints what they raise.
 _SWALLOWED = ("__del__", "_before_fork", "_in_parent", "_in_child", "_at_exit")
 _REPEAT_S = 0.01
+_SIGINT = int(signal.SIGINT)
 
 
 class Shield:
@@ -43,12 +46,12 @@ class Shield:
     Does nothing outside the main thread: Python lets nobody else set handlers.
     """
 
-    _num_up = 0
+    num_up = 0
 
     def __init__(self) -> None:
         self._is_up = _is_main_thread()
         if self._is_up:
-            Shield._num_up += 1
+            Shield.num_up += 1
             _install()
 
     def lower(self) -> None:
@@ -59,9 +62,18 @@ class Shield:
         """
         if self._is_up:
             self._is_up = False
-            Shield._num_up -= 1
-            if not Shield._num_up and _is_main_thread():
+            Shield.num_up -= 1
+            if not Shield.num_up and _is_main_thread():
                 _uninstall()
+
+
+def renew() -> None:
+    """Puts ours before a handler of SIGINT that was set since. 0.1 us where there is none."""
+    handler = _signal.getsignal(_SIGINT)
+    if handler.__class__ is _Deferral or not callable(handler):
+        return
+    if Shield.num_up and _is_main_thread():
+        _install()
 
 
 def interruptible(wait: Callable[[], _T]) -> _T:
@@ -70,8 +82,6 @@ def interruptible(wait: Callable[[], _T]) -> _T:
     Raises:
         BaseException: what `wait` raises, or the handler of a signal.
     """
-    if _kept and _is_main_thread():
-        _deliver()
     return wait()
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
 from tests.interpreter import run_program
 
 if TYPE_CHECKING:
@@ -18,6 +16,7 @@ SETTING = """
 import contextlib, gc, logging, os, random, signal, sys, threading, time
 import torch, tvm_pager
 from pathlib import Path
+from tests.leaks import pager_files
 from tests.trials.harness import *
 torch.set_num_threads(1)
 logging.disable()
@@ -100,6 +99,8 @@ with small_pager(tmp_path, device=76 * KIB) as pager:
     assert run(Run(pager)) == wanted
     duration_s = time.monotonic() - started
     for number in range(int(sys.argv[3])):
+        if number % 2:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # as notebooks do
         with interrupted(generator.random() * duration_s):
             run(Run(pager))
         consistent(pager)
@@ -112,26 +113,25 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_training_goes_on_after_interrupts_at_random_moments(seed: int, tmp_path: Path) -> None:
-    run_or_fail(RANDOM, tmp_path, seed, 18)
+def test_training_goes_on_after_interrupts_at_random_moments(tmp_path: Path) -> None:
+    run_or_fail(RANDOM, tmp_path, 1, 24)
 
 
 SLOW = """
-seconds = [0.0]
-begun = slow_down(sys.argv[2], seconds)
+disks = [(seconds, slow_down(name, seconds)) for name in ("preadv", "pwritev")
+         if (seconds := [0.0])]
 with small_pager(tmp_path, device=76 * KIB) as pager:
     pager.page(model)
     assert run(Run(pager)) == wanted
-    before = frozen(model.state_dict(), version=False)
-    begun.clear()
-    seconds[0] = SLOW_S
-    for delay_s in (0.1, 0.3):
-        with interrupted(delay_s):
-            run(Run(pager))
-    assert begun.is_set()
-    seconds[0] = 0.0
-    consistent(pager)
+    for seconds, begun in disks:
+        begun.clear()
+        seconds[0] = SLOW_S
+        for delay_s in (0.1, 0.3):
+            with interrupted(delay_s):
+                run(Run(pager))
+        assert begun.is_set()
+        seconds[0] = 0.0
+        consistent(pager)
     assert run(Run(pager)) == wanted
     model = None
 assert_nothing_left(tmp_path)
@@ -139,9 +139,8 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("name", ["preadv", "pwritev"])
-def test_an_interrupt_does_not_wait_for_a_slow_disk(name: str, tmp_path: Path) -> None:
-    run_or_fail(SLOW, tmp_path, name)
+def test_an_interrupt_does_not_wait_for_a_slow_disk(tmp_path: Path) -> None:
+    run_or_fail(SLOW, tmp_path)
 
 
 CLOSING = """
@@ -169,6 +168,13 @@ assert pager.closed
 assert_equal(wanted[1]["weights"], frozen(dict(model.named_parameters()), version=False))
 assert_nothing_left(tmp_path)
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+small_pager(tmp_path)  # cut off before it had a name: forgotten
+for _ in range(100):
+    gc.collect()
+    if not pager_files():
+        break
+    time.sleep(0.1)
+assert_nothing_left(tmp_path)
 torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))  # refused while a pager is open
 print("done")
 """
@@ -190,7 +196,7 @@ with small_pager(tmp_path, device=76 * KIB) as pager:
     with interrupted(0.3):
         nap(x, SLOW_S)
     consistent(pager)
-    other = threading.Thread(target=nap, args=(x, 4.0))
+    other = threading.Thread(target=nap, args=(x, 2.5))
     other.start()
     while not pager._core.num_transient_pins:
         time.sleep(0.01)

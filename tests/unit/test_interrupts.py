@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tvm_pager import interrupts
-from tvm_pager.interrupts import Shield, interruptible
+from tvm_pager.interrupts import Shield, interruptible, renew
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -214,12 +214,30 @@ def test_a_handler_that_was_set_since_stays_and_may_call_ours() -> None:
     assert signal.getsignal(signal.SIGINT) is theirs
 
 
+def test_a_handler_that_was_set_since_comes_behind_ours_when_it_is_looked_for() -> None:
+    """Notebooks set Python's own handler anew at each cell, and what was there back after it."""
+    log: list[str] = []
+    shield = Shield()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    renew()
+    with pytest.raises(KeyboardInterrupt):
+        work(log, interrupt, nothing)
+    assert log == WHOLE
+    shield.lower()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    renew()  # nobody is open
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_what_is_ignored_or_left_to_the_system_is_not_touched() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     shield = Shield()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    renew()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     shield.lower()
 
 

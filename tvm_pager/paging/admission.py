@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tvm_pager.errors import BudgetError, TransferError
 from tvm_pager.events import Event, EventKind
+from tvm_pager.interrupts import renew
 from tvm_pager.memory import Backing, Page, PageState, Tier
 from tvm_pager.units import format_bytes
 
@@ -41,6 +42,7 @@ class Admission:
 
     def admit(self, pages: Sequence[Page], new_bytes: int, operation: str) -> None:
         """See `DemandPager.admit`."""
+        renew()
         pager = self._pager
         pager.drain()
         pager.flight.reap()

@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tvm_pager.errors import PagerError
+from tvm_pager.interrupts import renew
 from tvm_pager.runtime.adoption import adopt, is_adoptable
 from tvm_pager.runtime.storage import page_of
 
@@ -76,6 +77,7 @@ class ModuleEntry:
     def _enter(self, module: torch.nn.Module) -> None:
         if self._context.is_closed:
             return
+        renew()
         if module not in self._modules:
             if not self.watches_all:
                 return
