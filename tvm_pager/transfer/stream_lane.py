@@ -2,10 +2,12 @@
 
 [Note: The pump]
     What is on a stream cannot be overtaken. So urgent transfers are queued on it at once, and the
-    others only while fewer than `WINDOW` of their chunks are on it: a fault waits for two chunks of
-    16 MiB, whatever is queued. Nobody tells the host that a chunk has ended; whoever enters the
-    pager looks (`pump`), and while nobody does a thread looks every 0.2 ms. Steps cost
-    microseconds and never block, so they run in the thread that looks.
+    others only while less than `WINDOW_BYTES` are on it: a fault waits for two chunks of 16 MiB,
+    whatever is queued, and small transfers keep the link busy too. Whoever enters the pager looks
+    whether a chunk has ended (`pump`), and so does a thread that waits for the older half of them,
+    as long as anything is queued: a clock would look too late, a chunk takes a third of a
+    millisecond, and waking up for each of many small ones costs more than to put it there.
+    Steps cost microseconds and never block, so they run in the thread that looks.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 
 from tvm_pager.transfer.lane_queue import Job, LaneQueue, LaneTicket
 from tvm_pager.transfer.protocol import Priority
+from tvm_pager.transfer.routes import CHUNK_BYTES
 from tvm_pager.transfer.thread_lane import cancelled_error, closed_error, failure_of
 
 if TYPE_CHECKING:
@@ -28,10 +31,9 @@ if TYPE_CHECKING:
 
     from tvm_pager.transfer.protocol import Transfer
 
-__all__ = ["WINDOW", "StreamLane"]
+__all__ = ["WINDOW_BYTES", "StreamLane"]
 
-WINDOW = 2
-_LOOK_S = 0.0002  # two chunks take 0.6 ms of a fast link
+WINDOW_BYTES = 2 * CHUNK_BYTES
 _IDLE_S = 5.0  # how long the thread waits for the next queue
 _OPEN_LANES: weakref.WeakSet[StreamLane] = weakref.WeakSet()
 
@@ -50,7 +52,9 @@ class StreamLane:
         self._name = f"tvm_pager-{name}"
         self._lock = threading.RLock()
         self._queue = LaneQueue()
-        self._window: deque[torch.cuda.Event] = deque()  # chunks on the stream, oldest first
+        # Chunks on the stream and their bytes, oldest first.
+        self._window: deque[tuple[torch.cuda.Event, int]] = deque()
+        self._window_bytes = 0
         self._is_closing = False
         self._thread: threading.Thread | None = None
         self._has_queued = threading.Event()
@@ -119,7 +123,7 @@ class StreamLane:
             return
         try:
             self._trim()
-            while len(self._window) < WINDOW:
+            while self._window_bytes < WINDOW_BYTES:
                 job = self._queue.first()
                 if job is None:
                     break
@@ -137,9 +141,9 @@ class StreamLane:
             while (job := self._queue.first()) is not None:
                 self._launch(job)
         self._has_queued.set()
+        self.stream.synchronize()  # first: the thread may be waiting for a chunk
         if self._thread is not None:
             self._thread.join()
-        self.stream.synchronize()
 
     # --- inside; the lock is held ----------------------------------------------------------------
 
@@ -152,7 +156,7 @@ class StreamLane:
         """Queues one chunk; True if nothing is left. The last one is marked by an event anyway."""
         try:
             is_last = job.step()
-            event = self._mark() if is_last or is_marked else None
+            event = self._mark(job, is_marked) if is_last or is_marked else None
         except BaseException as error:
             self._queue.remove(job)
             with contextlib.suppress(RuntimeError):  # the device is lost: nothing moves any more
@@ -166,27 +170,32 @@ class StreamLane:
             job.ticket.event = event
         return is_last
 
-    def _mark(self) -> torch.cuda.Event:
+    def _mark(self, job: Job, is_chunk: bool) -> torch.cuda.Event:
         """Puts an event behind the last chunk on the stream."""
         self._trim()  # also where nothing is ever queued, and `pump` has nothing to do
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # The thread that looks sleeps on what is not urgent, and burns no core.
+        event = torch.cuda.Event(blocking=is_chunk)  # type: ignore[no-untyped-call]
         event.record(self.stream)
-        self._window.append(event)
+        nbytes = job.ticket.transfer.nbytes
+        nbytes = min(nbytes, CHUNK_BYTES) if is_chunk else nbytes
+        self._window.append((event, nbytes))
+        self._window_bytes += nbytes
         return event
 
     def _trim(self) -> None:
         """Forgets the chunks that have ended."""
-        while self._window and self._window[0].query():  # type: ignore[no-untyped-call]
-            self._window.popleft()
+        while self._window and self._window[0][0].query():  # type: ignore[no-untyped-call]
+            self._window_bytes -= self._window.popleft()[1]
 
     def _watch(self) -> None:
         self._has_queued.set()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._keep_looking, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._keep_looking, name=self._name, daemon=True)
+            with contextlib.suppress(RuntimeError):  # no further thread: others look
+                thread.start()
+                self._thread = thread
 
     def _keep_looking(self) -> None:
-        pause = threading.Event()
         with torch.cuda.device(self._device):
             while not self._is_closing:
                 if not self._has_queued.wait(_IDLE_S):
@@ -194,12 +203,14 @@ class StreamLane:
                         if not self._has_queued.is_set():
                             self._thread = None  # a forgotten lane can go
                             return
-                self.pump()
-                if not len(self._queue):
-                    self._has_queued.clear()
-                    if len(self._queue):
-                        self._has_queued.set()
-                pause.wait(_LOOK_S)
+                with self._lock:
+                    self.pump()
+                    middle = (len(self._window) - 1) // 2
+                    event = self._window[middle][0] if len(self._queue) else None
+                    if event is None:
+                        self._has_queued.clear()
+                if event is not None:
+                    event.synchronize()  # releases the GIL
 
 
 def _forget_in_child() -> None:
