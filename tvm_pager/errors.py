@@ -9,6 +9,7 @@ __all__ = [
     "PagerClosedError",
     "PagerError",
     "PolicyError",
+    "TraceError",
     "TransferError",
     "UnpageableError",
 ]
@@ -32,6 +33,10 @@ class CommitError(PagerError):
 
 class PolicyError(PagerError):
     """A policy is unknown, could not be loaded, raised, or decided something illegal."""
+
+
+class TraceError(PagerError, ValueError):
+    """A trace, or a plan for one, contradicts itself or cannot be read."""
 
 
 class PagerClosedError(PagerError):

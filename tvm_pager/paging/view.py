@@ -61,6 +61,9 @@ class PagerView:
         unique = sum(segment.nbytes for segment in page.segments if segment.nvme is None)
         return not unique or unique + COMMIT_ALIGNMENT <= self._table.frames[Tier.NVME].free_bytes
 
+    def next_use(self, page_id: int) -> float | None:
+        return None
+
     def frame_bytes(self, page_id: int) -> int:
         page = self._table.pages[page_id]
         return page.frame_bytes if self._tier is Tier.DEVICE else host_frame_bytes(page)

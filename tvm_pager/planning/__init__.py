@@ -1,19 +1,49 @@
-"""Pure decisions: what a policy is, what it sees, and where policies come from."""
+"""Pure decisions: what a policy is, what it sees, what it plans with, where policies come from."""
 
 from __future__ import annotations
 
 from tvm_pager.memory import PageKind, Tier
 from tvm_pager.planning.hardware import HardwareProfile
-from tvm_pager.planning.policy import Eviction, PageView, Policy, View
+from tvm_pager.planning.limits import Limits
+from tvm_pager.planning.plan import (
+    Action,
+    Clean,
+    CreateIn,
+    Drop,
+    Evict,
+    Fetch,
+    Keep,
+    MovementPlan,
+    Prediction,
+    RunOnHost,
+)
+from tvm_pager.planning.policy import Eviction, IterationReport, PageView, Policy, View
 from tvm_pager.planning.registry import available_policies, load_policy
+from tvm_pager.planning.trace import Phase, Trace, TraceOp, TracePage
 
 __all__ = [
+    "Action",
+    "Clean",
+    "CreateIn",
+    "Drop",
+    "Evict",
     "Eviction",
+    "Fetch",
     "HardwareProfile",
+    "IterationReport",
+    "Keep",
+    "Limits",
+    "MovementPlan",
     "PageKind",
     "PageView",
+    "Phase",
     "Policy",
+    "Prediction",
+    "RunOnHost",
     "Tier",
+    "Trace",
+    "TraceOp",
+    "TracePage",
     "View",
     "available_policies",
     "load_policy",

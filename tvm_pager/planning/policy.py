@@ -4,6 +4,10 @@ A policy is a deterministic object. It keeps no tensors and no reference to a `V
 clock, does no I/O and imports neither torch nor the pager; randomness comes from a seed of its own.
 One instance serves one tier.
 
+It decides on demand (`choose_victims`), by plan (`plan`, `feedback`), or both: where a plan is
+followed, victims are chosen for what the plan did not foresee. A method that a policy does not
+override is left to the pager, which takes LRU for victims and demand for movement.
+
 [Note: Insert, access, remove]
     Between two decisions the pager batches what happened and replays it in order: `on_insert` once
     when a page becomes resident in the policy's tier, `on_access` for each later use, `on_remove`
@@ -14,13 +18,17 @@ One instance serves one tier.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from tvm_pager.memory import PageKind, Tier
+    from tvm_pager.planning.hardware import HardwareProfile
+    from tvm_pager.planning.limits import Limits
+    from tvm_pager.planning.plan import MovementPlan
+    from tvm_pager.planning.trace import Trace
 
-__all__ = ["Eviction", "PageView", "Policy", "View"]
+__all__ = ["Eviction", "IterationReport", "PageView", "Policy", "View"]
 
 
 class Eviction(NamedTuple):
@@ -56,25 +64,79 @@ class View(Protocol):
     def frame_bytes(self, page_id: int) -> int:
         """Bytes that its eviction would free in the tier of the call. O(1)."""
 
+    def next_use(self, page_id: int) -> float | None:
+        """How many operations from now the page is used again, by the trace that is followed.
 
-class Policy(ABC):
-    """On-demand victim choice. Subclasses need `choose_victims` only; `on_*` default to nothing."""
+        `math.inf`: never, it dies first. None: nobody knows.
+        """
 
-    name = ""
 
-    def on_insert(self, page_id: int) -> None:  # noqa: B027
+@dataclass(frozen=True, slots=True)
+class IterationReport:
+    """What became of a plan in one iteration.
+
+    Attributes:
+        trace: what the plan was made for.
+        limits: what holds now.
+        is_complete: whether the program did what the trace says, to the end.
+        step_ns: from one boundary to the next, on the host's clock.
+        stall_ns: of it, time in which operations waited for bytes or room.
+        num_faults: operands that were absent when their operation came.
+        late_fetches: pages whose planned fetch had begun and had not ended by then.
+        dropped: numbers of pages whose actions had lapsed.
+    """
+
+    trace: Trace
+    limits: Limits
+    is_complete: bool
+    step_ns: int
+    stall_ns: int
+    num_faults: int
+    late_fetches: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
+
+
+class Policy:
+    """What decides. Subclasses override what they decide; everything else has a default.
+
+    Attributes:
+        name: as in the registry.
+        kinds: the kinds of pages it decides about; LRU decides about the others. None: all.
+    """
+
+    name: ClassVar[str] = ""
+    kinds: ClassVar[frozenset[PageKind] | None] = None
+
+    # --- on demand -------------------------------------------------------------------------------
+
+    def on_insert(self, page_id: int) -> None:
         """The page became resident in this policy's tier."""
 
-    def on_access(self, page_id: int) -> None:  # noqa: B027
+    def on_access(self, page_id: int) -> None:
         """The resident page was used."""
 
-    def on_remove(self, page_id: int) -> None:  # noqa: B027
+    def on_remove(self, page_id: int) -> None:
         """The page left the tier or died; its id never comes back as another page."""
 
-    @abstractmethod
     def choose_victims(self, tier: Tier, need_bytes: int, view: View) -> list[Eviction] | None:
         """Names pages whose eviction frees at least `need_bytes` bytes of `tier`.
 
         Atomic: a policy that returns None (not enough evictable bytes) has changed nothing. The
         pager re-checks each victim and tells the policy of each removal through `on_remove`.
+        Not overridden: LRU chooses.
         """
+        raise NotImplementedError
+
+    # --- by plan; asked of the device tier's instance only ---------------------------------------
+
+    def plan(self, trace: Trace, hardware: HardwareProfile, limits: Limits) -> MovementPlan | None:
+        """Plans the movement of a steady iteration: the state at its end is that at its beginning.
+
+        Called once per recorded iteration and whenever the limits change. None: no plan, the pager
+        goes by demand.
+        """
+        return None
+
+    def feedback(self, report: IterationReport) -> MovementPlan | None:
+        """Looks at what became of the plan, after each iteration. None: go on with it."""
+        return None
