@@ -56,6 +56,7 @@ MIB = 1 << 20
 JUDGED_BYTES = 8 * MIB  # smaller pages have no target
 DEPTH = 8  # urgent tickets in flight
 PAUSE_S = 100e-6  # between two looks
+LONG_PAUSE_S = 500e-6  # where a look would take the interpreter from the lanes
 SEGMENT_BYTES = 32 * MIB
 STAGING_BYTES = 32 * MIB
 LIMIT_S = 70.0  # after it every row gets one round
@@ -168,7 +169,7 @@ class Rig:
                     before_s[index] = now_s
                     has_moved = True
             if not has_moved:
-                time.sleep(PAUSE_S)
+                time.sleep(LONG_PAUSE_S if urgency == "queued" and not any(sides) else PAUSE_S)
         return spans
 
     def synchronize(self) -> None:
