@@ -244,8 +244,9 @@ def restore(context: PagingContext | None, owners: Iterable[Any]) -> int:
     Raises:
         PagerError: a tensor is held by a graph that is alive (named).
     """
-    items = [named for named in tensors_of(owners) if isinstance(named.tensor, PagedTensor)]
-    for named in items:
+    items = list(tensors_of(owners))
+    paged = [named for named in items if isinstance(named.tensor, PagedTensor)]
+    for named in paged:
         known = 2 if named.kind is PageKind.GRAD else 1
         num_references = named.tensor._use_count()  # type: ignore[attr-defined]
         if num_references > known or not named.tensor.is_leaf:
@@ -263,10 +264,11 @@ def restore(context: PagingContext | None, owners: Iterable[Any]) -> int:
                     owner.core.drain()
                     owner.fault_in(page, f"unpage({named.name})")
                     owner.forget_storage(storage_of(tensor))
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            cls = torch.nn.Parameter if is_parameter else torch.Tensor
-            _exchange(named, cls, storage_of(tensor))
-    return len(items)
+            if isinstance(tensor, PagedTensor):  # others lie on pages too: runtime/own_classes.py
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                cls = torch.nn.Parameter if is_parameter else torch.Tensor
+                _exchange(named, cls, storage_of(tensor))
+    return len(paged)
 
 
 def _exchange(named: Named, cls: type[torch.Tensor], storage: torch.UntypedStorage) -> None:

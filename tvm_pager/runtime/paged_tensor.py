@@ -23,6 +23,7 @@ from torch.utils import _foreach_utils
 from tvm_pager.errors import UnpageableError
 from tvm_pager.runtime.dispatch import dispatch
 from tvm_pager.runtime.exports import plain_alias, plain_copy, read, storage_alias
+from tvm_pager.runtime.own_classes import make_over
 from tvm_pager.runtime.results import tensor_class
 from tvm_pager.runtime.storage import page_of
 
@@ -178,6 +179,12 @@ class PagedTensor(torch.Tensor):
     def apply_(self, callback: Any) -> Any:
         plain_alias(self).apply_(callback)
         return self
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Of a class of the user's own: a plain tensor, whose page stays on the device."""
+        if issubclass(PagedTensor, cls):
+            return _Base.as_subclass(self, cls)
+        return make_over(cls, self, partial(_Base.as_subclass, self, cls))
 
     # --- copies and pickles ----------------------------------------------------------------------
 

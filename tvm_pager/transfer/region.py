@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from tvm_pager.errors import TransferError
+from tvm_pager.transfer.numa import NumaNode, node_near
 from tvm_pager.transfer.raw_bytes import raw_view
 from tvm_pager.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CudaLocker", "PageLocker", "Region", "touch"]
+__all__ = ["CudaLocker", "PageLocker", "Region", "host_node_of", "touch"]
 
 _TOUCH_BYTES = 64 << 20  # per task: large enough to amortise a thread, small enough to balance
 _MAX_TOUCH_THREADS = 8
@@ -97,6 +98,18 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
+def host_node_of(device: torch.device) -> NumaNode | None:
+    """The NUMA node for host memory that is copied to and from `device`; None: any will do."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    domain, bus, slot = (getattr(found, name, None) for name in names)
+    if domain is None or bus is None or slot is None:  # a build of torch that does not say
+        return None
+    return node_near(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
+
+
 class Region:
     """One mapping with its address and its two faces, as soon as `map` has made it.
 
@@ -139,6 +152,7 @@ class Region:
         self,
         locker: PageLocker | None,
         *,
+        node: NumaNode | None = None,
         huge_pages: bool = True,
         touch_with: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -146,6 +160,7 @@ class Region:
 
         Args:
             locker: who page-locks; None leaves the memory to be backed as it is used.
+            node: whose memory is preferred; see [Note: NUMA placement].
             huge_pages: whether the kernel is asked for them before it is touched.
             touch_with: called with address and bytes; `touch` unless a benchmark says otherwise.
 
@@ -160,6 +175,8 @@ class Region:
         try:
             self._advise(mapping, huge_pages=locker is not None and huge_pages)
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+            if node is not None:
+                node.prefer(self.address, self.nbytes)
             if locker is not None:
                 (touch_with or touch)(self.address, self.nbytes)
                 locker.lock(self.address, self.nbytes)

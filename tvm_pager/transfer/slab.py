@@ -5,10 +5,10 @@ Owns the regions and hands out views. Which bytes are whose is the page table's 
 [Note: Regions]
     The flat offset space [0, capacity) lies in anonymous mappings of at most `region_bytes` each,
     made when first touched, or ahead of that in the background. They are page-aligned (direct I/O),
-    not inherited by fork, not dumped into core files (they hold weights), and registered each on
-    its own, so that start-up can stop at what is needed. Nothing contiguous crosses a region's
-    border: every view is a list. torch's own page-locked allocator is not used: it rounds to powers
-    of two.
+    not inherited by fork, not dumped into core files (they hold weights), near the GPU where there
+    is a choice, and registered each on its own, so that start-up can stop at what is needed.
+    Nothing contiguous crosses a region's border: every view is a list. torch's own page-locked
+    allocator is not used: it rounds to powers of two.
 
 [Note: Capacity changes]
     A region is mapped and unmapped as a whole, because CUDA registers it as a whole. So a slab that
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tvm_pager.transfer.numa import NumaNode
+
 __all__ = ["CudaLocker", "HostSlab", "PageLocker"]
 
 _SLAB_ALIGNMENT = 4096
@@ -65,6 +67,7 @@ class HostSlab:
         region_bytes: size of each mapping but the last, a multiple of 4096.
         page_lock: whether regions are touched and page-locked when they are mapped.
         locker: who locks; the CUDA runtime unless a test says otherwise.
+        node: whose memory is preferred; None: any.
 
     Attributes:
         mapped_bytes: what is mapped; may exceed the capacity after `shrink_capacity`.
@@ -78,6 +81,7 @@ class HostSlab:
         region_bytes: int = _GIB,
         page_lock: bool,
         locker: PageLocker | None = None,
+        node: NumaNode | None = None,
     ) -> None:
         if capacity_bytes < 0 or region_bytes <= 0 or region_bytes % _SLAB_ALIGNMENT:
             raise ValueError(
@@ -88,6 +92,7 @@ class HostSlab:
         self.mapped_bytes = 0
         self.locked_bytes = 0
         self._locker = (locker or CudaLocker()) if page_lock else None
+        self._node = node
         self._lock = threading.Lock()
         self._slots: list[tuple[Region, ...]] = [()] * self._num_slots(self.capacity_bytes)
         self._is_closed = False
@@ -288,7 +293,7 @@ class HostSlab:
             if region.is_gone:
                 return False
             if not region.is_ready:
-                region.map(self._locker)
+                region.map(self._locker, node=self._node)
                 self._count(region, 1)
             return True
 

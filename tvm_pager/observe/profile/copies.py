@@ -28,6 +28,7 @@ from tvm_pager.transfer.slab import HostSlab
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tvm_pager.transfer.numa import NumaNode
     from tvm_pager.transfer.slab import PageLocker
 
 __all__ = ["D2H", "H2D", "Copies", "CpuCopies", "CudaCopies", "open_copies", "open_slab"]
@@ -198,7 +199,11 @@ def open_copies(device: torch.device, slab: HostSlab, nbytes: int) -> Iterator[C
 
 @contextlib.contextmanager
 def open_slab(
-    nbytes: int, *, page_lock: bool, locker: PageLocker | None = None
+    nbytes: int,
+    *,
+    page_lock: bool,
+    locker: PageLocker | None = None,
+    node: NumaNode | None = None,
 ) -> Iterator[HostSlab]:
     """Opens a slab of two regions of `nbytes` each, or of less where the system locks no more.
 
@@ -206,7 +211,9 @@ def open_slab(
         TransferError: not even 1 MiB can be had.
     """
     while True:
-        slab = HostSlab(2 * nbytes, region_bytes=nbytes, page_lock=page_lock, locker=locker)
+        slab = HostSlab(
+            2 * nbytes, region_bytes=nbytes, page_lock=page_lock, locker=locker, node=node
+        )
         try:
             slab.grow(2 * nbytes)
             break

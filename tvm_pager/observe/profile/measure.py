@@ -21,6 +21,7 @@ from tvm_pager.observe.profile.host import measure_host
 from tvm_pager.observe.profile.links import LinkFigures, measure_links
 from tvm_pager.planning.hardware import DiskRates, HardwareProfile, MachineFacts, Overheads
 from tvm_pager.runtime.device import device_memory
+from tvm_pager.transfer.region import host_node_of
 from tvm_pager.units import format_bytes
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _measure_transfers(
     if not is_cuda:
         num_buffers, wanted_bytes = 4, effort.stand_in_link_bytes
     nbytes = share_of(num_buffers * wanted_bytes, free_bytes, num_buffers * 4096) // num_buffers
-    with open_slab(nbytes, page_lock=is_cuda) as slab:
+    with open_slab(nbytes, page_lock=is_cuda, node=host_node_of(device)) as slab:
         if slab.region_bytes < wanted_bytes:
             notices.append(
                 f"host buffers of {format_bytes(slab.region_bytes)} instead of "
