@@ -6,11 +6,15 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tvm_pager.events import TeeSink
 from tvm_pager.machine import available_host_bytes, host_limit_bytes
 from tvm_pager.observe.counters import Counters
+from tvm_pager.observe.profile.assumed import assumed_profile
+from tvm_pager.observe.profile.cache import load_or_measure
 from tvm_pager.paging import DemandPager
+from tvm_pager.paging.limits import write_behind_bytes
 from tvm_pager.paging.pager import UNLIMITED_BYTES
-from tvm_pager.planning import load_policy
+from tvm_pager.planning import HardwareProfile, Policy, load_policy
 from tvm_pager.runtime.context import PagingContext
 from tvm_pager.runtime.device import (
     check_device_budget,
@@ -28,11 +32,12 @@ if TYPE_CHECKING:
     import torch
 
     from tvm_pager.config import PagerConfig, ResolvedBudgets
+    from tvm_pager.events import EventSink
+    from tvm_pager.observe.profile.dispatch import MakePager
 
 __all__ = ["Parts", "assemble"]
 
 _log = logging.getLogger("tvm_pager")
-_MAX_WRITE_BEHIND_BYTES = 512 << 20  # 10 ms of a fast link: what a fault may have to wait behind
 
 
 @dataclass(slots=True)
@@ -51,11 +56,27 @@ class Parts:
     counters: Counters
     room: DeviceRoom | None
 
+    def set_budgets(self, device_bytes: int | None, host_bytes: int | None) -> None:
+        """See `Pager.set_budgets`."""
+        with self.core.lock:
+            if host_bytes is not None:
+                self.core.budgets.set_host(self.backend.page_space_of(host_bytes))
+            if device_bytes is not None:
+                check_device_budget(device_bytes, self.device)
+                self.core.budgets.set_device(device_bytes)
+                if self.room is not None:
+                    self.room.asked_bytes = device_bytes
 
-def assemble(config: PagerConfig) -> Parts:
+
+def assemble(config: PagerConfig, make_pager: MakePager, sink: EventSink | None = None) -> Parts:
     """Opens slab, swap file and lanes, and wires a pager over them.
 
     Page-locked memory of a host budget that was asked for is built in the background.
+
+    Args:
+        config: all options.
+        make_pager: makes the plain pager that is measured where there is no hardware profile yet.
+        sink: takes every event too.
 
     Raises:
         ConfigError: an option or budget cannot be used on this machine.
@@ -64,6 +85,9 @@ def assemble(config: PagerConfig) -> Parts:
     make_policy = load_policy(config.policy)  # first: a misspelt name costs no slab
     device = resolve_device(config.torch_device)
     is_cuda = device.type == "cuda"
+    hardware = None
+    if make_policy.plan is not Policy.plan:
+        hardware = _hardware(config, device, make_pager)  # while nothing is taken yet
     host_limit = host_limit_bytes()
     memory = device_memory(device)
     budgets = config.resolve(memory, host_limit, available_host_bytes())
@@ -85,12 +109,14 @@ def assemble(config: PagerConfig) -> Parts:
         device_bytes,
         make_policy,
         segment_bytes=budgets.segment_bytes,
-        sink=counters,
+        sink=counters if sink is None else TeeSink(counters, sink),
         strict=config.strict,
         owner_executors=() if owner is None else (owner,),
         current_executor=backend.current_executor if is_cuda else None,
-        write_behind_bytes=min(_MAX_WRITE_BEHIND_BYTES, device_bytes // 16),
+        write_behind_bytes=write_behind_bytes(device_bytes),
         checker=Checksums(device) if config.check else None,
+        hardware=None if hardware is None else lambda: hardware,
+        disk_engine=_disk_engine(hardware, backend.engine),
     )
     counters.fetches.table = core.table
     backend.accounted_bytes = lambda: core.table.device_used_bytes
@@ -108,6 +134,23 @@ def assemble(config: PagerConfig) -> Parts:
         if config.host is not None:
             backend.build_host(_tell)
     return Parts(device, budgets, backend, core, context, counters, room)
+
+
+def _hardware(config: PagerConfig, device: torch.device, make_pager: MakePager) -> HardwareProfile:
+    """See `PagerConfig.profile`. Blocks where it has to measure."""
+    if config.profile is not None:
+        return HardwareProfile.load(config.profile)
+    if device.type == "cpu":
+        return assumed_profile(config.engine)
+    return load_or_measure(
+        make_pager, torch_device=str(device), nvme=config.nvme, is_quick=True, say=_log.info
+    )
+
+
+def _disk_engine(hardware: HardwareProfile | None, engine: str) -> str:
+    """Which of the profile's disks is the swap file's."""
+    disks = () if hardware is None else hardware.disks
+    return engine if any(disk.engine == engine for disk in disks) else "raw"
 
 
 def _tell(done_bytes: int, total_bytes: int) -> None:

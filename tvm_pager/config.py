@@ -15,13 +15,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tvm_pager.errors import ConfigError
+from tvm_pager.machine import check_swap_directory, free_disk_bytes
 from tvm_pager.units import format_bytes, parse_bytes, parse_size
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class PagerConfig:
         nvme: directory for the swap file, or None for two tiers.
         nvme_bytes: size of the swap file; a fraction is one of the directory's free space. None:
             what the pages may need.
-        policy: registered name of the replacement policy.
+        policy: a built-in or installed policy's name, or a class, "path/to/mine.py:Mine".
         torch_device: "cuda", "cuda:1" or "cpu"; None: CUDA if there is a device, else the CPU,
             where CPU tensors under the budget stand in for it.
         engine: who moves bytes to and from NVMe: "posix", "kvikio", or "auto" for the best here.
@@ -92,6 +92,9 @@ class PagerConfig:
             operation.
         strict: whether a policy that fails or decides something illegal raises `PolicyError`,
             instead of being replaced by LRU with a notice.
+        profile: a hardware profile (`tvm-pager profile --json FILE`) for policies that plan. None:
+            the one that was measured on this machine, or a quick measurement the first time (ten
+            seconds); where CPU tensors stand in for a device, assumed figures.
 
     Raises:
         ConfigError: a value is not usable, whatever the machine.
@@ -108,6 +111,7 @@ class PagerConfig:
     segment_bytes: int | str = "32MiB"
     check: int = 0
     strict: bool = False
+    profile: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         """Brings each value into its one form, or refuses it by the option's name."""
@@ -127,7 +131,9 @@ class PagerConfig:
             self._set("nvme", os.path.expanduser(_named("nvme", os.fsdecode, self.nvme)))
         elif self.nvme_bytes is not None:
             raise ConfigError(f"nvme_bytes={self.nvme_bytes} without nvme: give the directory too")
-        for name in ("policy", "torch_device", "nvme"):
+        if self.profile is not None:
+            self._set("profile", os.path.expanduser(_named("profile", os.fsdecode, self.profile)))
+        for name in ("policy", "torch_device", "nvme", "profile"):
             self._check_text(name)
         if self.engine not in ENGINES:
             raise ConfigError(f"engine={self.engine!r}: known are {', '.join(ENGINES)}")
@@ -242,8 +248,8 @@ class PagerConfig:
                 f"pass through host memory, so at least {format_bytes(MIN_STAGING_BYTES)} is needed"
             )
         directory = os.path.abspath(self.nvme)
-        _check_directory(directory)
-        free_bytes = _free_bytes(directory)
+        check_swap_directory(directory)
+        free_bytes = free_disk_bytes(directory)
         nvme_bytes = None
         if self.nvme_bytes is not None:
             nvme_bytes = _resolve("nvme_bytes", self.nvme_bytes, free_bytes)
@@ -373,31 +379,3 @@ def _read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"config file {path}: one JSON object of options is needed")
     return values
-
-
-def _check_directory(directory: str) -> None:
-    """Refuses a swap directory that is absent, not writable, or open to everyone's tampering."""
-    try:
-        mode = os.stat(directory).st_mode
-    except OSError as error:
-        raise ConfigError(
-            f"nvme={directory!r}: {error.strerror or error}; create it (mkdir -p) or name another"
-        ) from error
-    if not stat.S_ISDIR(mode):
-        raise ConfigError(f"nvme={directory!r} is not a directory; name the one to put the file in")
-    # The effective user is the one that open() will be judged by.
-    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
-        raise ConfigError(
-            f"nvme={directory!r} is not writable for user {os.geteuid()}; change its owner or "
-            f"mode, or name another directory"
-        )
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise ConfigError(
-            f"nvme={directory!r} has mode {stat.S_IMODE(mode):04o}: others could replace the swap "
-            f"file; chmod o-w or chmod +t it, or name another directory"
-        )
-
-
-def _free_bytes(directory: str) -> int:
-    usage = os.statvfs(directory)
-    return usage.f_bavail * usage.f_frsize

@@ -22,7 +22,9 @@ root, so that a test can show it a machine that it has made up; the root is "/" 
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -34,6 +36,8 @@ __all__ = [
     "DeviceMemory",
     "Limit",
     "available_host_bytes",
+    "check_swap_directory",
+    "free_disk_bytes",
     "host_limit_bytes",
     "host_limits",
     "page_lock_limit",
@@ -223,3 +227,36 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def check_swap_directory(directory: str) -> None:
+    """Refuses a swap directory that is absent, not writable, or open to everyone's tampering.
+
+    Raises:
+        ConfigError: with the reason and the remedy.
+    """
+    try:
+        mode = os.stat(directory).st_mode
+    except OSError as error:
+        raise ConfigError(
+            f"nvme={directory!r}: {error.strerror or error}; create it (mkdir -p) or name another"
+        ) from error
+    if not stat.S_ISDIR(mode):
+        raise ConfigError(f"nvme={directory!r} is not a directory; name the one to put the file in")
+    # The effective user is the one that open() will be judged by.
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+        raise ConfigError(
+            f"nvme={directory!r} is not writable for user {os.geteuid()}; change its owner or "
+            f"mode, or name another directory"
+        )
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"nvme={directory!r} has mode {stat.S_IMODE(mode):04o}: others could replace the swap "
+            f"file; chmod o-w or chmod +t it, or name another directory"
+        )
+
+
+def free_disk_bytes(directory: str) -> int:
+    """What an unprivileged process may still write there."""
+    usage = os.statvfs(directory)
+    return usage.f_bavail * usage.f_frsize

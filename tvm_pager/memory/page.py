@@ -132,7 +132,7 @@ class Page(_BirthFields):
     is_superseded: bool = False  # written while WRITING_BACK: the copy in flight will be stale
     is_lost: bool = False  # the device failed while its only copy was on the way down
     pins: int = 0
-    # Fetches whose bytes the device has in stream order, and which still read the frames below.
+    # Copies that are over in stream order, and still read or fill the frames below.
     readers: tuple[Any, ...] = ()
     # The executor whose memory pool its device memory comes from; None = the owner. By the runtime.
     home: Any = None

@@ -269,10 +269,15 @@ class PageTable(TierBooks):
         enter(page, PageState.FAILED)
 
     def begin_fetch(self, page: Page) -> None:
-        """EVICTED or FAILED -> FETCHING: the device memory is allocated.
+        """EVICTED, LEAVING or FAILED -> FETCHING: the device memory is allocated.
 
-        Set `tickets` with `in_flight`. The caller has committed a recomputable page again.
+        Set `tickets` with `in_flight`. The caller has committed a recomputable page again. Copies
+        down that are still under way count from now on: the fetch is ordered behind them, and
+        their frames are remembered as being in use.
         """
+        if page.state is PageState.LEAVING:
+            page.readers = (*page.readers, *page.tickets)
+            self._finish_arrivals(page, keep=True)
         if page.backing is Backing.RECIPE:
             self.committed_bytes += self.commit_of(page.nbytes)
         self.device_used_bytes += page.frame_bytes
@@ -296,33 +301,28 @@ class PageTable(TierBooks):
 
     def cancel_fetch(self, page: Page) -> None:
         """FETCHING -> EVICTED: nothing has moved, and the device memory is released."""
-        page.tickets = ()
-        if page.backing is Backing.RECIPE:
-            self.committed_bytes -= self.commit_of(page.nbytes)
-        self.device_used_bytes -= page.frame_bytes
-        enter(page, PageState.EVICTED)
+        self._end_fetch(page, PageState.EVICTED)
 
     def fail_fetch(self, page: Page) -> None:
         """FETCHING -> FAILED: the device memory is released, the copies below are untouched."""
-        page.tickets = ()
-        if page.backing is Backing.RECIPE:
-            self.committed_bytes -= self.commit_of(page.nbytes)
-        self.device_used_bytes -= page.frame_bytes
-        enter(page, PageState.FAILED)
+        self._end_fetch(page, PageState.FAILED)
 
     # --- host to NVMe ----------------------------------------------------------------------------
 
     def begin_demote(
         self, page: Page, arrivals: Sequence[Arrival], tickets: tuple[Any, ...]
     ) -> None:
-        """EVICTED -> DEMOTING: `tickets` copy host frames into the NVMe frames in `arrivals`."""
+        """EVICTED -> DEMOTING: `tickets` copy host frames into the NVMe frames in `arrivals`.
+
+        Or NVMe frames into host frames, which are then a second copy.
+        """
         self._arrivals[page.id] = list(arrivals)
         page.tickets = tickets
         enter(page, PageState.DEMOTING)
 
     def finish_demote(self, page: Page) -> None:
-        """DEMOTING -> EVICTED: the NVMe frames are current, their host frames are free."""
-        moved = [segment for segment, _, _ in self._arrivals[page.id]]
+        """DEMOTING -> EVICTED: what arrived is current; on NVMe it replaces the host's frames."""
+        moved = [part for part, tier, _ in self._arrivals[page.id] if tier is Tier.NVME]
         self._finish_arrivals(page, keep=True)
         for segment in moved:
             self._release(page, segment, Tier.HOST)
@@ -410,6 +410,13 @@ class PageTable(TierBooks):
         return "\n".join(lines)
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _end_fetch(self, page: Page, state: PageState) -> None:
+        page.tickets = ()
+        if page.backing is Backing.RECIPE:
+            self.committed_bytes -= self.commit_of(page.nbytes)
+        self.device_used_bytes -= page.frame_bytes
+        enter(page, state)
 
     def _finish_arrivals(self, page: Page, *, keep: bool, is_bad: bool = False) -> None:
         for segment, tier, frame in self._arrivals.pop(page.id):

@@ -9,7 +9,9 @@ __all__ = ["enter"]
 _ALLOWED: dict[PageState, frozenset[PageState]] = {
     PageState.RESIDENT: frozenset({PageState.WRITING_BACK, PageState.EVICTED, PageState.DEAD}),
     PageState.WRITING_BACK: frozenset({PageState.RESIDENT, PageState.LEAVING, PageState.DEAD}),
-    PageState.LEAVING: frozenset({PageState.EVICTED, PageState.FAILED, PageState.DEAD}),
+    PageState.LEAVING: frozenset(
+        {PageState.EVICTED, PageState.FETCHING, PageState.FAILED, PageState.DEAD}
+    ),
     PageState.EVICTED: frozenset({PageState.FETCHING, PageState.DEMOTING, PageState.DEAD}),
     PageState.DEMOTING: frozenset({PageState.EVICTED, PageState.DEAD}),
     PageState.FETCHING: frozenset(

@@ -46,6 +46,7 @@ class Stats:
     num_policy_errors: int
     notices: list[str]
     engine: str
+    plans: str = ""  # what became of iterations that were recorded; "" where none was
     thrashing: Thrashing | None = None  # None where pages do not come back over and over
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,5 +88,3 @@ class Counters:
         elif event.kind is EventKind.NOTICE:
             self.notices.append(event.detail)
             _log.warning("%s", event.detail)
-        elif event.kind is EventKind.FAILURE:
-            _log.warning("page %s: %s", event.page_id, event.detail)

@@ -48,6 +48,8 @@ def format_stats(stats: StatsLike) -> str:
         parts.append(
             f"policy errors: {numbers['num_policy_errors']:,}; least recently used took over there"
         )
+    if numbers.get("plans"):
+        parts.append(numbers["plans"])
     parts += [f"notice: {notice}" for notice in numbers["notices"]]
     return "\n".join(parts)
 

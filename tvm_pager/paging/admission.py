@@ -59,12 +59,15 @@ class Admission:
         ]
         need_bytes = new_bytes + sum(page.frame_bytes for page in faults)
         self.largest_need_bytes = max(self.largest_need_bytes, need_bytes)
+        num_absent = sum(not page.is_on_device for page in faults)
         start_ns = self._clock()
         pager.running.append(distinct)
         try:
             self._bring(distinct, new_bytes, operation)
         finally:
             pager.running.remove(distinct)
+        if pager.watch is not None:
+            pager.iterations.waited(num_absent, self._clock() - start_ns)
         if self._sink is not None:
             for page in faults:
                 event = Event(
@@ -109,7 +112,8 @@ class Admission:
             for page in pages:
                 self._stop_leaving(page)
             missing = [page for page in pages if not page.is_on_device]
-            if not any(page.tickets for page in missing):  # else it was moved during another's wait
+            # Else one was moved during another's wait.
+            if not any(page.state is PageState.DEMOTING for page in missing):
                 return missing
 
     def _stop_leaving(self, page: Page) -> None:
@@ -119,14 +123,12 @@ class Admission:
             pager.flight.cancel(page)
             with contextlib.suppress(TransferError):  # the bytes are in the slab all the same
                 pager.flight.settle(page, unlocked=True)
-        elif page.state is PageState.LEAVING:
-            pager.flight.settle(page, unlocked=True)
 
     def _start_fetch(self, page: Page, operation: str) -> None:
         pager = self._pager
         if any(segment.host is not None for segment in page.segments):
             pager.policies[Tier.HOST].used(page)
-        while not page.is_on_device and not page.tickets:
+        while not page.is_on_device and page.state is not PageState.DEMOTING:
             try:
                 pager.mover.start_fetch(page)
             except MemoryError as error:  # fragmented, or others hold what the books call free

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -47,8 +48,11 @@ class Evictor:
         """
         need_bytes = max(need_bytes, 1)
         stuck: dict[int, TransferError] = {}
+        iterations = self._pager.iterations
+        if iterations.runner.release_unwanted():
+            return True
         freed = self._evict_chosen(need_bytes, stuck)
-        is_anew = False
+        is_anew = iterations.is_planned  # then nothing is chosen, or cleaned, ahead of need
         while freed < need_bytes and self._choose(need_bytes - freed + self._bytes_of(stuck)):
             num_stuck, is_anew = len(stuck), True
             freed += self._evict_chosen(need_bytes - freed, stuck)
@@ -56,7 +60,7 @@ class Evictor:
                 break
         if not is_anew and self._num_chosen_bytes < self.ahead_bytes // 2:
             is_anew = self._choose(0)
-        if is_anew and self.ahead_bytes:
+        if is_anew and self.ahead_bytes and not iterations.is_planned:
             self._clean_chosen()
         used_bytes = self._pager.table.device_used_bytes
         self._pager.drain()  # victims may have died since they were chosen
@@ -70,6 +74,25 @@ class Evictor:
                 del error  # error and frame would hold each other, and the pages behind them
         return has_freed
 
+    def evict_all(self) -> int:
+        """See `DemandPager.evict_all`."""
+        pager = self._pager
+        pager.drain()
+        before = pager.table.device_used_bytes
+        while pager.flight.settle_any():
+            pass
+        pager.device_policy.replay()
+        for page in list(pager.table.pages.values()):
+            if self.may_leave(page.id):
+                try:
+                    pager.mover.evict(page)
+                except TransferError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+        while pager.flight.settle_any():
+            pass
+        return before - pager.table.device_used_bytes
+
     def may_leave(self, page_id: int) -> bool:
         """Whether the page could be evicted now."""
         pager = self._pager
@@ -81,8 +104,8 @@ class Evictor:
         pager = self._pager
         pager.view.operation_index = pager.operation_index
         pager.view.in_use = {page.id for pages in pager.running for page in pages}
-        victims = None
-        if self.ahead_bytes:
+        victims = pager.iterations.victims(need_bytes) if need_bytes else None
+        if self.ahead_bytes and victims is None:
             victims = pager.device_policy.victims(need_bytes + self.ahead_bytes, pager.view)
         if victims is None and need_bytes:
             victims = pager.device_policy.victims(need_bytes, pager.view)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tvm_pager.errors import TransferError
 from tvm_pager.events import Event, EventKind
 from tvm_pager.memory import Page, PageState, Tier
-from tvm_pager.paging.failures import copy_failed
+from tvm_pager.paging.failures import FailureLog, copy_failed
 from tvm_pager.paging.view import host_frame_bytes
 from tvm_pager.transfer.protocol import Lane, Piece, Priority, Transfer
 
@@ -72,6 +72,7 @@ class Flight:
     ) -> None:
         self.pages: dict[int, Page] = {}  # with tickets, oldest first
         self.num_failed_demotions = 0
+        self.failures = FailureLog()
         self.owner = owner_executors[0] if owner_executors else None
         self.checker = checker
         self._table = table
@@ -106,9 +107,10 @@ class Flight:
         memory = page.memory() if needs_device else None
         after = self.executors_of(page) if needs_device else ()
         self._started_ns[page.id] = self._clock()
+        behind = tuple(ticket for ticket in page.readers if not ticket.done())
         tickets = tuple(
             self._backend.submit(
-                Transfer(page.id, lane, tuple(pieces), memory, after, page.source), priority
+                Transfer(page.id, lane, tuple(pieces), memory, after, page.source, behind), priority
             )
             for lane, pieces in lanes.items()
         )
@@ -123,7 +125,12 @@ class Flight:
             self._backend.promote(ticket, Priority.FAULT)
 
     def cancel(self, page: Page) -> bool:
-        """Stops what has not begun; True if that is all of it. The caller settles the page."""
+        """Stops what has not begun; True if that is all of it. The caller settles the page.
+
+        A fetch behind a copy down that is under way goes on: the page could go nowhere else.
+        """
+        if page.state is PageState.FETCHING and not all(ticket.done() for ticket in page.readers):
+            return False
         stopped = [self._backend.cancel(ticket) for ticket in page.tickets]
         return all(stopped)
 
@@ -188,6 +195,17 @@ class Flight:
                 self.settle(page)  # waits for the others
             else:
                 self._finish(page, None)
+
+    def hand_over(self, page: Page) -> None:
+        """A LEAVING page is fetched again: its copies down end by themselves, well.
+
+        They read memory that has left the page, which must not keep it alive: nobody may ask them
+        again.
+        """
+        self.pages.pop(page.id, None)
+        self._report(page, None)
+        for ticket in page.tickets:
+            ticket.transfer.memory = None
 
     def order_again(self, page: Page, executor: Any) -> None:
         """Lets `executor` too come after a fetch that others were ordered behind."""
@@ -285,6 +303,7 @@ class Flight:
                 self._table.cancel_fetch(page)
             else:
                 self._table.fail_fetch(page)
+            self._policies[Tier.DEVICE].removed(page)  # it counts as there from the beginning
             return
         if state is PageState.LEAVING:
             self._table.fail_leave(page)
@@ -295,8 +314,10 @@ class Flight:
             self._table.fail_write_back(page, is_bad=is_bad)
         else:
             self._table.fail_demote(page, is_bad=is_bad)
-            self.num_failed_demotions += failure.errno != errno.ECANCELED
+            self.num_failed_demotions += to_nvme and failure.errno != errno.ECANCELED
         if is_bad:
+            if Tier.NVME not in self._table.closed_tiers:
+                self.failures.tell_rest()
             self._table.close_tier(Tier.NVME, str(failure))
             self._on_tier_closed()  # last: the frames that are bad by now back no page
 
@@ -314,6 +335,7 @@ class Flight:
         if failure is not None:
             if failure.errno != errno.ECANCELED:
                 self.emit(EventKind.FAILURE, page, 0, None, started_ns, str(failure))
+                self.failures.add(page, failure)
             return
         for ticket in page.tickets:
             lane = ticket.transfer.lane

@@ -103,6 +103,28 @@ class HostRoom:
         self._demoting[page.id] = page
         return True
 
+    def promote(self, page: Page, priority: Priority = Priority.PREFETCH) -> bool:
+        """Starts bringing an EVICTED page's bytes from NVMe to the slab; False if it did not.
+
+        Makes no room. What is on NVMe stays current there.
+        """
+        arrivals: list[Arrival] = []
+        pieces: list[Piece] = []
+        for segment in page.segments:
+            if segment.host is not None or segment.nvme is None:
+                continue
+            frame = self._table.allocate(Tier.HOST, segment.nbytes)
+            if frame is None:
+                self._table.release_frames(arrivals)
+                return False
+            arrivals.append((segment, Tier.HOST, frame))
+            pieces.extend(between_frames(segment.page_offset, segment.nbytes, segment.nvme, frame))
+        if not arrivals:
+            return False
+        tickets = self._flight.submit(page, {Lane.N2H: pieces}, priority)
+        self._table.begin_demote(page, arrivals, tickets)
+        return True
+
     def _start(self, nbytes: int, priority: Priority) -> bool:
         victims = self._policy.victims(nbytes, self._view)
         # All of them leave: `any` over a generator would stop at the first that did.

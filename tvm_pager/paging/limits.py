@@ -11,7 +11,14 @@ if TYPE_CHECKING:
     from tvm_pager.memory import PageTable
     from tvm_pager.paging.pager import DemandPager
 
-__all__ = ["commit_limit_bytes", "over_budget", "over_commit"]
+__all__ = ["commit_limit_bytes", "over_budget", "over_commit", "write_behind_bytes"]
+
+_MAX_WRITE_BEHIND_BYTES = 512 << 20  # 10 ms of a fast link: what a fault may have to wait behind
+
+
+def write_behind_bytes(budget_bytes: int) -> int:
+    """How much is written back ahead of need where nobody says otherwise."""
+    return min(_MAX_WRITE_BEHIND_BYTES, budget_bytes // 16)
 
 
 def commit_limit_bytes(table: PageTable, budget_bytes: int) -> int:

@@ -56,6 +56,7 @@ class Mover:
         may_leave: Callable[[int], bool],
         clock: Callable[[], int],
     ) -> None:
+        self.num_evicted = 0
         self._table = table
         self._backend = backend
         self._flight = flight
@@ -152,6 +153,7 @@ class Mover:
         else:
             self._table.evict(page)
         self._device_policy.removed(page)
+        self.num_evicted += 1
         self._flight.emit(
             EventKind.EVICT, page, page.nbytes, None, start_ns, "clean" if was_clean else "dirty"
         )
@@ -193,10 +195,11 @@ class Mover:
                 "down. Start again from the last checkpoint",
                 errno.EIO,
             )
-        pieces = self.pieces_below(page)
         self._backend.allocate_device(page.memory(), page.nbytes, self._flight.home_of(page))
+        if page.state is PageState.LEAVING:
+            self._flight.hand_over(page)
         self._table.begin_fetch(page)
-        self._table.in_flight(page, self._flight.submit(page, pieces, priority))
+        self._table.in_flight(page, self._flight.submit(page, self.pieces_below(page), priority))
 
     def pieces_below(self, page: Page) -> dict[Lane, list[Piece]]:
         """What a fetch of the page copies, by lane: from DRAM where it is there, else from NVMe.

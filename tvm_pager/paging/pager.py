@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import threading
 import time
 from collections import deque
@@ -33,8 +32,10 @@ from tvm_pager.paging.evictor import Evictor
 from tvm_pager.paging.flight import Flight
 from tvm_pager.paging.holds import Holds
 from tvm_pager.paging.host_room import HostRoom
+from tvm_pager.paging.iterations import Iterations
 from tvm_pager.paging.limits import commit_limit_bytes, over_commit
 from tvm_pager.paging.mover import Mover
+from tvm_pager.paging.planner import Planner
 from tvm_pager.paging.prefetcher import Prefetcher
 from tvm_pager.paging.reservations import Reservations
 from tvm_pager.paging.tier_policy import TierPolicy
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from tvm_pager.events import EventSink
-    from tvm_pager.planning import Policy
+    from tvm_pager.paging.recorder import Recorder
+    from tvm_pager.planning import HardwareProfile, Policy
     from tvm_pager.transfer.protocol import Backend, Checker
 
 __all__ = ["UNLIMITED_BYTES", "DemandPager"]
@@ -76,6 +78,8 @@ class DemandPager:
         current_executor: gives the calling thread's executor; None where there are none.
         write_behind_bytes: how much is written back ahead of need, in each tier; see
             [Note: Write-back ahead of need].
+        hardware: gives the profile that policies plan with; None: nothing is planned.
+        disk_engine: which of the profile's disks moves bytes to and from NVMe.
     """
 
     def __init__(
@@ -92,6 +96,8 @@ class DemandPager:
         current_executor: Callable[[], Any] | None = None,
         checker: Checker | None = None,
         write_behind_bytes: int = 0,
+        hardware: Callable[[], HardwareProfile] | None = None,
+        disk_engine: str = "raw",
     ) -> None:
         self.lock = threading.RLock()
         self.dead: deque[Any] = deque()  # see [Note: Finalisers]; entries have a `page`
@@ -114,9 +120,15 @@ class DemandPager:
         )
         self.view = PagerView(self.table)
         fallback = load_policy("lru")
+        table = self.table
+
+        def kind_of(page_id: int) -> PageKind:
+            return table.pages[page_id].kind
+
+        given = {tier: make_policy() for tier in (Tier.DEVICE, Tier.HOST)}
         self.policies = {
-            tier: TierPolicy(tier, make_policy(), fallback, self.notice, strict=strict)
-            for tier in (Tier.DEVICE, Tier.HOST)
+            tier: TierPolicy(tier, policy, fallback, self.notice, strict=strict, kind_of=kind_of)
+            for tier, policy in given.items()
         }
         self.device_policy = self.policies[Tier.DEVICE]
         self.flight = Flight(
@@ -153,6 +165,16 @@ class DemandPager:
         self.admission = Admission(self, sink, clock)
         self.prefetcher = Prefetcher(self)
         self.budgets = Budgets(self)
+        # Told of each operation before anything is done for it: its name and operands' pages.
+        # Whether it may take a path on which nobody records it. None: nobody listens.
+        self.watch: Callable[[str, Sequence[Page]], bool] | None = None
+        self.recorder: Recorder | None = None  # told of deaths; set by `iterations`
+        self.iterations = Iterations(
+            self,
+            Planner(given[Tier.DEVICE], hardware, disk_engine, self.notice, strict=strict),
+            clock,
+        )
+        self.view.foresee = self.iterations.next_use
         self.commit_limit_bytes = 0
         self.table.on_larger_page = self.update_commit_limit
         self.update_commit_limit()
@@ -165,9 +187,20 @@ class DemandPager:
         return self.device_policy.num_replayed + len(self.device_policy.journal) - 1
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether the device has a budget."""
+        return self.budget_bytes < UNLIMITED_BYTES
+
+    @property
     def free_bytes(self) -> int:
         """Device bytes that a page could take without an eviction."""
         return self.budget_bytes - self.table.device_used_bytes - self.overhead_bytes
+
+    @property
+    def num_policy_errors(self) -> int:
+        """What policies did that they may not."""
+        errors = sum(policy.num_errors for policy in self.policies.values())
+        return errors + self.iterations.planner.num_errors
 
     def sample_overhead(self) -> None:
         """Asks the backend how many device bytes are not pages.
@@ -207,9 +240,11 @@ class DemandPager:
                 self.drop(page)
         if self.holds.works:
             self.holds.poll_oldest()
-        dead = self.dead
+        dead, recorder = self.dead, self.recorder
         while dead:
             page = dead.popleft().page
+            if recorder is not None:
+                recorder.died(page)
             # Page and reference hold each other: without this only the cycle collector frees them.
             page.memory = _gone
             if page.known_to or page.tickets:
@@ -221,6 +256,8 @@ class DemandPager:
         """Takes a page out of the books: its storage died, or is the user's alone again."""
         if page.state is PageState.DEAD:
             return
+        if self.recorder is not None:
+            self.recorder.died(page)
         if page.tickets and all(t.done() for t in page.tickets):
             with contextlib.suppress(TransferError):  # nobody needs the bytes any more
                 self.flight.settle(page)
@@ -307,21 +344,7 @@ class DemandPager:
         """Evicts every page that can go and has room below; returns the bytes freed. Blocks."""
         with self.lock:
             self.holds.poll()
-            self.drain()
-            before = self.table.device_used_bytes
-            while self.flight.settle_any():
-                pass
-            self.device_policy.replay()
-            for page in list(self.table.pages.values()):
-                if self.evictor.may_leave(page.id):
-                    try:
-                        self.mover.evict(page)
-                    except TransferError as error:
-                        if error.errno != errno.ENOSPC:
-                            raise
-            while self.flight.settle_any():
-                pass
-            return before - self.table.device_used_bytes
+            return self.evictor.evict_all()
 
     # --- pins ------------------------------------------------------------------------------------
 
@@ -364,7 +387,9 @@ class DemandPager:
     def close(self) -> None:
         """Waits for all transfers and closes the backend; bytes below the device are gone."""
         with self.lock:
+            self.iterations.close()
             while self.flight.settle_any():
                 pass
             self.drain()
+            self.flight.failures.tell_rest()
             self.backend.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from tvm_pager.errors import TransferError
+from tvm_pager.errors import CommitError, TransferError
 from tvm_pager.memory import Backing, Page, PageState
 from tvm_pager.transfer.protocol import Priority
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tvm_pager.paging.pager import DemandPager
 
 __all__ = ["Prefetcher"]
+
+_ABSENT = frozenset({PageState.EVICTED, PageState.LEAVING, PageState.FAILED})
 
 
 class Prefetcher:
@@ -36,18 +38,35 @@ class Prefetcher:
         """
         pager = self._pager
         pager.drain()
-        if page.state is not PageState.EVICTED and page.state is not PageState.FAILED:
+        if page.state not in _ABSENT:
             return False
         wanted_bytes = page.frame_bytes + pager.admission.largest_need_bytes
         if may_evict and not pager.reservations.queue and pager.free_bytes < wanted_bytes:
             pager.evictor.evict_some(wanted_bytes - pager.free_bytes)
-            if page.state is not PageState.EVICTED:
+            if page.state not in _ABSENT:
                 return False
         if (
             pager.free_bytes - page.frame_bytes < pager.admission.largest_need_bytes
             or pager.reservations.queue
         ):
             return False
+        return self._begin(page)
+
+    def begin(self, page: Page) -> bool:
+        """As `start` for a page that is off the device, and for whose bytes there is room.
+
+        False if it did not, also where the bytes are lost, or cannot be backed any more.
+        """
+        try:
+            return self._begin(page)
+        except (CommitError, TransferError):
+            return False
+
+    def _begin(self, page: Page) -> bool:
+        pager = self._pager
+        memory = page.memory()  # kept alive by this reference until the transfers have it
+        if memory is None:
+            return False  # its last tensor has died, and the next `drain` takes it out
         if page.backing is Backing.RECIPE:
             pager.commit(pager.table.commit_of(page.nbytes), "prefetch")
         try:

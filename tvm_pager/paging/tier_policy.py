@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 
 from tvm_pager.errors import PolicyError
 from tvm_pager.memory import Page, PageState, Tier
+from tvm_pager.paging.kind_split import KindSplit
+from tvm_pager.planning import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tvm_pager.memory import PageKind
     from tvm_pager.paging.view import PagerView
-    from tvm_pager.planning import Eviction, Policy
+    from tvm_pager.planning import Eviction
 
 __all__ = ["JOURNAL_LIMIT", "TierPolicy"]
 
@@ -27,9 +30,11 @@ class TierPolicy:
     Args:
         tier: whose residents the policy knows.
         policy: the chosen policy.
-        make_fallback: makes the policy that takes over after an error.
+        make_fallback: makes the policy that takes over after an error, and that chooses where the
+            chosen one does not: among kinds of pages that are not its own, or at all.
         report: called once with a sentence when that happens.
         strict: raise PolicyError instead.
+        kind_of: a page's kind, by id.
     """
 
     def __init__(
@@ -40,9 +45,14 @@ class TierPolicy:
         report: Callable[[str], None],
         *,
         strict: bool,
+        kind_of: Callable[[int], PageKind],
     ) -> None:
         self.tier = tier
         self.policy = policy
+        if type(policy).choose_victims is Policy.choose_victims:
+            self.policy = make_fallback()
+        elif policy.kinds is not None:
+            self.policy = KindSplit(policy, make_fallback(), kind_of)
         self.num_errors = 0
         # What was used since the last replay: first outside operations, then by each operation and
         # after it. The dispatch appends directly.
@@ -141,7 +151,7 @@ class TierPolicy:
         self, chosen: list[Eviction] | None, need_bytes: int, view: PagerView
     ) -> str | None:
         if chosen is None:
-            return None
+            return self._fault_of_none(need_bytes, view)
         freed = 0
         seen: set[int] = set()
         for page_id, to in chosen:
@@ -152,6 +162,13 @@ class TierPolicy:
             seen.add(page_id)
             freed += view.frame_bytes(page_id)
         return None if freed >= need_bytes else f"freed {freed} B where {need_bytes} B were asked"
+
+    def _fault_of_none(self, need_bytes: int, view: PagerView) -> str | None:
+        """O(pages). In the slab what can go also depends on what goes beside it."""
+        if self.tier is not Tier.DEVICE:
+            return None
+        found = sum(page.frame_bytes for page in self._known.values() if view.evictable(page.id))
+        return f"chose nothing where {found} B can go" if found >= need_bytes else None
 
     def _is_resident(self, page: Page) -> bool:
         if page.state is PageState.DEAD:

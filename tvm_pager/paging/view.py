@@ -9,7 +9,7 @@ from tvm_pager.memory.page_table import COMMIT_ALIGNMENT
 from tvm_pager.planning import PageView
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from tvm_pager.memory import PageTable
 
@@ -22,6 +22,8 @@ class PagerView:
     def __init__(self, table: PageTable) -> None:
         self.operation_index = 0
         self.in_use: Collection[int] = ()  # ids of the operands of operations that are running now
+        # How many operations from now a page is used again, if a trace is followed.
+        self.foresee: Callable[[int], float | None] = lambda _: None
         self._table = table
         self._tier = Tier.DEVICE
 
@@ -62,7 +64,7 @@ class PagerView:
         return not unique or unique + COMMIT_ALIGNMENT <= self._table.frames[Tier.NVME].free_bytes
 
     def next_use(self, page_id: int) -> float | None:
-        return None
+        return self.foresee(page_id)
 
     def frame_bytes(self, page_id: int) -> int:
         page = self._table.pages[page_id]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from tvm_pager.memory import Page
+    from tvm_pager.paging.recorder import Entry
     from tvm_pager.runtime.context import PagingContext
     from tvm_pager.runtime.schema import OperatorPlan
 
@@ -32,6 +33,9 @@ class Call:
     pages: list[Page]  # of the operands; one that is named twice comes twice
     unpaged: list[torch.Tensor]  # the operands that are on no page
     created_bytes: int = 0  # device bytes of the pages that it has created
+    known_bytes: int = 0  # what it took the first time, workspace included
+    is_told: bool = False  # whether `DemandPager.watch` was called for it
+    entry: Entry | None = None  # where it is taken down; None: it is not
 
     def execute(self) -> Any:
         """Calls the operator; whether dispatch sees it again is the caller's affair."""

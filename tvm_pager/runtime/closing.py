@@ -92,6 +92,8 @@ def _restore(context: PagingContext, reader: Reader, page: Page) -> bool:
     except (PagerError, MemoryError) as error:
         if isinstance(error, TransferError):
             raise
+        for ticket in page.readers:  # one of them may be filling the frames
+            ticket.wait()
         pieces = context.core.mover.pieces_below(page)
         page.kept = reader.read_to_host(page.nbytes, pieces, page.source)
         return False

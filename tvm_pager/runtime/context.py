@@ -8,6 +8,7 @@ import torch
 
 from tvm_pager.errors import PagerClosedError, UnpageableError
 from tvm_pager.memory import Backing, Page, PageKind, PageState
+from tvm_pager.runtime.call_record import CallRecord
 from tvm_pager.runtime.forking import close_in_children
 from tvm_pager.runtime.outputs import OutputSizes
 from tvm_pager.runtime.storage import StorageRef, page_of, page_of_storage, storage_of, unbind
@@ -60,6 +61,8 @@ class PagingContext:
         self._on_death = core.dead.append
         self._exposed: dict[int, Page] = {}
         self._absent: set[int] = set()
+        self.record = CallRecord()
+        core.iterations.on_recording = self.record.watch_modules
         self.copies: dict[int, Any] = {}  # see exports.plain_copy
         self._noticed: set[str] = set()
 
@@ -251,7 +254,7 @@ class PagingContext:
             return True
 
     def step(self) -> None:
-        """An iteration boundary: pointers that escaped before it may be stale from now on."""
+        """Pointers that escaped before may be stale from now on."""
         with self.core.lock:
             self.core.iteration += 1
             self.core.holds.pass_boundary()

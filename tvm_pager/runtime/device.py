@@ -8,7 +8,7 @@ from tvm_pager.errors import ConfigError
 from tvm_pager.machine import DeviceMemory, Limit, host_limit_bytes
 from tvm_pager.units import format_bytes
 
-__all__ = ["check_device_budget", "device_memory", "prepare_cuda", "resolve_device"]
+__all__ = ["check_device_budget", "device_memory", "prepare_cuda", "resolve_device", "trace_facts"]
 
 
 def resolve_device(name: str | None) -> torch.device:
@@ -36,6 +36,16 @@ def resolve_device(name: str | None) -> torch.device:
             "cuda", torch.cuda.current_device() if device.index is None else device.index
         )
     return torch.device("cpu")
+
+
+def trace_facts(device: torch.device) -> dict[str, str]:
+    """What a trace that is recorded on the device says of its origin."""
+    is_cuda = device.type == "cuda"
+    return {
+        "recorded": "from a run, device times by events" if is_cuda else "from a run on the CPU",
+        "device": torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        "torch": torch.__version__,
+    }
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:

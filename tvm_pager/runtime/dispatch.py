@@ -98,8 +98,10 @@ def dispatch(
     try:
         if core.dead or core.dead_exports:
             core.drain()
-        is_fast = (core.budget_bytes == UNLIMITED_BYTES and context.is_simple) or _fits(
-            context, plan, args, kwargs
+        watch = core.watch  # before anything is asked of the pages: it may move some
+        is_fast = (watch is None or watch(plan.name, pages)) and (
+            (core.budget_bytes == UNLIMITED_BYTES and context.is_simple)
+            or _fits(context, plan, args, kwargs)
         )
         for page in pages:
             if (
@@ -134,7 +136,7 @@ def dispatch(
     finally:
         running.pop()
         core.lock.release()
-    return run_operator(func, args, kwargs, _active(owner))
+    return run_operator(func, args, kwargs, _active(owner), watch is not None)
 
 
 class PagingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
@@ -256,6 +258,8 @@ def _lift(context: PagingContext, fresh: torch.Tensor) -> torch.Tensor:
         storage = storage_of(out)
         with context.core.lock:
             if page_of_storage(storage) is None:
+                if context.core.watch is not None:
+                    context.core.iterations.enter("aten::lift_fresh.default", [])
                 # On the CPU it enters the books; on CUDA the allocator has counted it already.
                 nbytes = -(-storage.nbytes() // 512) * 512 if context.is_cpu else 0
                 context.core.admit([], nbytes, "torch.tensor")

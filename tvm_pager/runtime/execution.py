@@ -17,6 +17,7 @@ from tvm_pager.interrupts import interruptible
 from tvm_pager.memory import PageState
 from tvm_pager.paging.pager import UNLIMITED_BYTES
 from tvm_pager.runtime.call import Call
+from tvm_pager.runtime.call_record import OpTimer
 from tvm_pager.runtime.collectives import (
     hold_until_boundary,
     hold_until_done,
@@ -53,11 +54,20 @@ _RESIDENT = PageState.RESIDENT
 
 
 def run_operator(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, active: PagingContext | None
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    active: PagingContext | None,
+    is_told: bool = False,
 ) -> Any:
     """Runs one operator with its operands resident.
 
-    `active` is the open context, which owns what factories give.
+    Args:
+        func: which.
+        args: its positional arguments.
+        kwargs: its others.
+        active: the open context, which owns what factories give.
+        is_told: whether `DemandPager.watch` was called for it already.
     """
     plan = plan_of(func)
     pages: list[Page] = []
@@ -80,6 +90,8 @@ def run_operator(
             context.refuse_closed(page)
     context.refuse_capture()
     call = Call(context, func, plan, args, kwargs, pages, unpaged)
+    if is_told:
+        call.is_told = True
     if not plan.is_native:
         return _run_unlocked(call)
     core = context.core
@@ -92,7 +104,7 @@ def run_operator(
             known = context.sizes.known(key)
             if known is None:
                 return _run_measured(call, key)
-            new_bytes = known
+            new_bytes = call.known_bytes = known
             if known > core.free_bytes - call.missing_bytes():
                 new_bytes = max(context.sizes.least(key), min(known, call.available_bytes()))
         return _run_locked(call, new_bytes)
@@ -116,6 +128,15 @@ def _run_locked(call: Call, new_bytes: int, probe: _Probe | None = None) -> Any:
             split = run_split(run_operator, call)
             if split is not NotImplemented:
                 return split
+    entry = None
+    if core.watch is not None:
+        entry = call.entry = context.record.begin(call)  # a plan may move something now
+        needs_room = (
+            core.free_bytes < new_bytes
+            or table.committed_bytes + new_bytes > core.commit_limit_bytes
+            or any(page.state is not _RESIDENT for page in pages)
+        )
+    if needs_room:
         core.admit(pages, new_bytes, plan.name)
     written = None
     if plan.writes:
@@ -139,7 +160,10 @@ def _run_locked(call: Call, new_bytes: int, probe: _Probe | None = None) -> Any:
             if probe is not None:
                 probe.start()
             created_before = table.created_bytes  # now: while we waited, others created as well
+            timer = None if entry is None else OpTimer(is_cpu=context.is_cpu)
             out = call.execute() if context.is_cpu else _run_on_cuda(call)
+            if timer is not None and entry is not None:
+                entry.compute_ns = timer.stop()
             if probe is not None:
                 probe.stop()
             if out.__class__ is _Tensor:
@@ -147,6 +171,8 @@ def _run_locked(call: Call, new_bytes: int, probe: _Probe | None = None) -> Any:
             elif out.__class__ is not tensor_class.paged:
                 out = wrap(context, plan, out, call.args, call.unpaged)
             call.created_bytes = table.created_bytes - created_before
+            if entry is not None:
+                entry.workspace_bytes = max(0, call.known_bytes - call.created_bytes)
     finally:
         core.running.pop()
         core.device_policy.trim()
@@ -204,6 +230,8 @@ def _run_measured(call: Call, key: Any) -> Any:
     if key is not None:
         taken = None if probe is None else probe.need_bytes()
         context.sizes.observe(key, max(least, call.created_bytes), taken)
+        if call.entry is not None:
+            call.entry.workspace_bytes = max(0, (taken or 0) - call.created_bytes)
     core.sample_overhead()
     if core.free_bytes < 0:  # created more than estimated: make up for it at once
         core.make_room(0, plan.name)
@@ -221,6 +249,9 @@ def _run_unlocked(call: Call) -> Any:
     with core.lock:
         for page in distinct:
             context.refuse_closed(page)
+        if core.watch is not None:
+            core.drain()
+            call.entry = context.record.begin(call)
         core.admit(distinct, 0, plan.name)
         for tensor in written:
             page_written = page_of(tensor)
@@ -232,9 +263,12 @@ def _run_unlocked(call: Call) -> Any:
                 context.note_executor(page)
         core.device_policy.journal.append(list(distinct))  # which others append to
     try:
+        timer = None if call.entry is None else OpTimer(is_cpu=context.is_cpu)
         with _guard():
             # Perhaps Python code of others, which may wait; not `call.execute`, which is ours.
             out = interruptible(partial(call.func, *call.args, **(call.kwargs or {})))
+        if timer is not None and call.entry is not None:
+            call.entry.compute_ns = timer.stop()
         if plan.name.startswith("c10d::"):
             with core.lock:
                 hold_until_done(call, out, distinct)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tvm_pager.memory import Page
     from tvm_pager.runtime.context import PagingContext
 
-__all__ = ["AbsentStorage", "plain_alias", "plain_copy", "read", "storage_alias"]
+__all__ = ["AbsentStorage", "plain_alias", "plain_copy", "read", "recovered", "storage_alias"]
 
 _T = TypeVar("_T")
 
@@ -108,6 +108,18 @@ def read(tensor: torch.Tensor, look: Callable[[torch.Tensor], _T]) -> _T:
         return look(plain_alias(tensor))
     with page.pager.core.lock:
         return look(plain_alias(tensor))
+
+
+def recovered(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain CPU copy of a paged tensor, also after a `close` that found no room for it."""
+    page = page_of(tensor)
+    kept = page.kept if page is not None else None
+    if kept is None:
+        return plain_copy(tensor).cpu()
+    item = tensor.element_size()
+    flat = kept[: kept.numel() // item * item].view(tensor.dtype)
+    seen = torch.as_strided(flat, tensor.size(), tensor.stride(), tensor.storage_offset())
+    return seen.clone()
 
 
 def plain_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,7 @@ def _in_child() -> None:
     _open.clear()
     for context in contexts:
         context.is_closed = context.is_forked = True
+        context.core.watch = None
         if context.is_cpu:
             for page in list(context.core.table.pages.values()):
                 storage = page.memory()

@@ -19,8 +19,9 @@ from tvm_pager.runtime.adoption import adopt, is_adoptable
 from tvm_pager.runtime.storage import page_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
+    from tvm_pager.memory import Page
     from tvm_pager.runtime.context import PagingContext
 
 __all__ = ["ModuleEntry"]
@@ -31,8 +32,11 @@ class ModuleEntry:
 
     def __init__(self, context: PagingContext) -> None:
         self.watches_all = False
+        self.on_model: Callable[[], None] | None = None  # told when a whole model is called
         self._context = context
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # Whole models, in the order in which they were met.
+        self._roots: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
         enter = weakref.WeakMethod(self._enter)
         # Through a weak reference: the hook is global, and must not keep a forgotten pager alive.
         self._hook = register_module_forward_pre_hook(
@@ -43,33 +47,50 @@ class ModuleEntry:
         """From now on modules among `owners`, and theirs, are looked at when called."""
         for owner in owners:
             if isinstance(owner, torch.nn.Module):
-                self._modules.update(owner.modules())
+                inner = set(owner.modules())
+                self._modules.update(inner)
+                for root in inner & set(self._roots):
+                    del self._roots[root]
+                if not any(owner in root.modules() for root in list(self._roots)):
+                    self._roots[owner] = None
 
     def forget(self, owners: Iterable[Any]) -> None:
         for owner in owners:
             if isinstance(owner, torch.nn.Module):
                 for module in owner.modules():
                     self._modules.discard(module)
+                    self._roots.pop(module, None)
 
     def names(self) -> dict[int, str]:
         """Gives the pages of all these modules, by id: dotted name and shape.
 
         O(modules and tensors).
         """
-        modules = list(self._modules)
-        inner = {
-            inside for module in modules for inside in module.modules() if inside is not module
-        }
+        return {page.id: f"{label} {tuple(part.shape)}" for page, label, part in self._tensors()}
+
+    def page_names(self) -> dict[int, str]:
+        """Gives parameters and buffers, by page id: the dotted name. O(modules and tensors)."""
+        return {page.id: label for page, label, _ in self._tensors() if not label.endswith(".grad")}
+
+    def paths(self) -> dict[int, str]:
+        """Gives the dotted paths of all modules, by `id`. O(modules)."""
         found: dict[int, str] = {}
-        for root in modules:
-            if root not in inner:
-                for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-                    grad = tensor.grad if tensor.is_leaf else None
-                    for label, part in ((name, tensor), (f"{name}.grad", grad)):
-                        page = None if part is None else page_of(part)
-                        if page is not None and part is not None:
-                            found.setdefault(page.id, f"{label} {tuple(part.shape)}")
+        for number, root in enumerate(list(self._roots)):
+            prefix = f"model{number}." if number else ""
+            for path, module in root.named_modules():
+                found.setdefault(id(module), (prefix + path).removesuffix("."))
         return found
+
+    def _tensors(self) -> Iterator[tuple[Page, str, torch.Tensor]]:
+        seen: set[int] = set()
+        for root in list(self._roots):
+            for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+                grad = tensor.grad if tensor.is_leaf else None
+                for label, part in ((name, tensor), (f"{name}.grad", grad)):
+                    page = None if part is None else page_of(part)
+                    if page is not None and part is not None and page.id not in seen:
+                        seen.add(page.id)
+                        yield page, label, part
 
     def close(self) -> None:
         self._hook.remove()
@@ -81,7 +102,9 @@ class ModuleEntry:
         if module not in self._modules:
             if not self.watches_all:
                 return
-            self._modules.add(module)  # for its names
+            self.watch([module])  # for its names
+        if self.on_model is not None and module in self._roots:
+            self.on_model()
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and is_adoptable(self._context, tensor):

@@ -45,7 +45,7 @@ class Lane(enum.Enum):
 
 
 class Priority(enum.IntEnum):
-    """How urgent a transfer is; the smaller goes first. A lane keeps the order within one."""
+    """How urgent a transfer is; the smaller goes first. Of one, the older begins first."""
 
     FAULT = 0  # an operation waits for it
     WRITE_BACK = 1  # makes room that will be wanted
@@ -91,6 +91,8 @@ class Transfer:
     after: tuple[object, ...] = ()
     # On N2D: the backend's name for a file that stands in for the swap file. On R2D: a `Recipe`.
     source: Any = None
+    # Certain tickets that are still filling what this one reads: their copies come first.
+    behind: tuple[Ticket, ...] = ()
 
     @property
     def nbytes(self) -> int:

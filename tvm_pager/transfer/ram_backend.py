@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer.pieces import HOST_ALIGNMENT, NVME_ALIGNMENT, check_pieces, nvme_runs
 from tvm_pager.transfer.protocol import Lane, Priority
+from tvm_pager.transfer.ram_ticket import RamTicket, ram_ticket
 from tvm_pager.units import align_up
 
 if TYPE_CHECKING:
@@ -50,97 +51,6 @@ class RamMemory:
     @property
     def nbytes(self) -> int:
         return len(self.data)
-
-
-class RamTicket:
-    """A transfer on its way; see [Note: How it corrupts] and [Note: Time]."""
-
-    __slots__ = (
-        "_backend",
-        "_delivered",
-        "_failure",
-        "_is_done",
-        "_moments",
-        "_num_ticks",
-        "block",
-        "error",
-        "transfer",
-    )
-
-    def __init__(
-        self,
-        backend: RamBackend,
-        transfer: Transfer,
-        block: bytearray | None,
-        moments: list[int],
-        failure: TransferError | None,
-    ) -> None:
-        self.transfer = transfer
-        self.error: TransferError | None = None
-        self.block = block  # captured at submit, as a copy engine captures an address
-        self._backend = backend
-        self._failure = failure
-        self._delivered: bytes | None = None
-        self._is_done = False
-        self._moments = moments  # still to come, of: first half, second half, end
-        self._num_ticks = 0
-
-    @property
-    def is_certain(self) -> bool:
-        return self._failure is None
-
-    def done(self) -> bool:
-        if not self._is_done:
-            self._backend.tick()
-        return self._is_done
-
-    def wait(self) -> None:
-        while not self._is_done:
-            self._backend.tick()
-        if self.error is not None:
-            raise self.error.with_traceback(None)
-
-    def advance(self) -> None:
-        """Lets one moment pass: moves what is due."""
-        self._num_ticks += 1
-        while len(self._moments) > 1 and self._moments[0] < self._num_ticks:
-            is_second = len(self._moments) == 2
-            del self._moments[0]
-            if self._delivered is not None:
-                if self._backend.source_of(self) != self._delivered:
-                    self._backend.hazards.append(f"source of {self.transfer} changed in flight")
-            elif not is_second or self._failure is None:  # a failure leaves the job half done
-                self._backend.copy_half(self, is_second=is_second)
-
-    def deliver(self) -> None:
-        """Lets the device have the bytes now, as work queued behind the copy will find them.
-
-        The source is looked at again at the copy's own moments.
-        """
-        if self._delivered is None and len(self._moments) > 1:
-            for is_second in (False, True):
-                self._backend.copy_half(self, is_second=is_second)
-            self._delivered = self._backend.source_of(self)
-        self.block = None
-
-    def cancel(self) -> bool:
-        """Ends it if nothing has moved yet."""
-        if len(self._moments) < 3 or self._delivered is not None or self._is_done:
-            return False
-        self._failure = TransferError(f"{self.transfer} was cancelled", errno.ECANCELED)
-        self._moments = []
-        self.end()
-        return True
-
-    @property
-    def is_due(self) -> bool:
-        return len(self._moments) == 1 and self._moments[0] < self._num_ticks
-
-    def end(self) -> None:
-        """Marks it done, well or not."""
-        self._is_done = True
-        self.error = self._failure
-        self.block = None
 
 
 class RamBackend:
@@ -259,7 +169,7 @@ class RamBackend:
     ) -> None:
         memory = _ram(memory)
         block = memory.data
-        known = [ticket for ticket in map(_ram_ticket, tickets) if not ticket.done()]
+        known = [ticket for ticket in map(ram_ticket, tickets) if not ticket.done()]
         if not self._in_order:
             for ticket in known:
                 ticket.wait()
@@ -301,7 +211,7 @@ class RamBackend:
         return ticket
 
     def order(self, ticket: Ticket, executors: tuple[object, ...]) -> None:
-        ticket = _ram_ticket(ticket)
+        ticket = ram_ticket(ticket)
         if self._in_order and ticket.is_certain:
             ticket.deliver()
         else:
@@ -311,7 +221,7 @@ class RamBackend:
         """Does nothing: moments are random, and a test may not count on them."""
 
     def cancel(self, ticket: Ticket) -> bool:
-        ticket = _ram_ticket(ticket)
+        ticket = ram_ticket(ticket)
         if not ticket.cancel():
             return False
         self._queues[ticket.transfer.lane].remove(ticket)
@@ -405,6 +315,8 @@ class RamBackend:
     def _note_overlaps(self, transfer: Transfer, block: bytearray | None) -> None:
         """Records ranges that another transfer in flight writes, or reads while this one writes."""
         for ticket in self.pending:
+            if ticket in transfer.behind:
+                continue  # over before this one begins
             for key, begin, end, is_write in _ranges(transfer, block):
                 for other_key, other_begin, other_end, other_write in _ranges(
                     ticket.transfer, ticket.block
@@ -432,12 +344,6 @@ def _ranges(transfer: Transfer, block: bytearray | None) -> Iterator[tuple[objec
 
 def _poison(block: bytearray) -> None:
     block[:] = bytes([POISON]) * len(block)
-
-
-def _ram_ticket(ticket: object) -> RamTicket:
-    if not isinstance(ticket, RamTicket):
-        raise AssertionError(f"{type(ticket).__name__} is no RamTicket")
-    return ticket
 
 
 def _ram(memory: object) -> RamMemory:

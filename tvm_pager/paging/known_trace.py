@@ -1,0 +1,161 @@
+"""A trace that the pager has recorded, and what it takes to recognise it when it comes again."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tvm_pager.memory import Page
+    from tvm_pager.paging.plan_book import PlanBook
+    from tvm_pager.paging.recorder import Origin, Recording
+    from tvm_pager.planning import Limits
+
+__all__ = ["UNKNOWN", "KnownTrace"]
+
+UNKNOWN = -1  # a successor that was not recorded
+
+
+class KnownTrace:
+    """One iteration that the program has run, by structure: names, page numbers, not sizes.
+
+    Args:
+        id: of its own, never used for another one.
+        recording: how it was first seen.
+
+    Attributes:
+        trace: as recorded last.
+        operands: of each operation, page numbers as passed.
+        names: of the operations.
+        ids: numbers of the pages that live through the iteration, by page id.
+        carried: numbers of the pages that the iteration before creates, by their origin.
+        num_mentioned: the pages with smaller numbers are named by some operation.
+        is_confirmed: whether the program has done it, or nearly it, twice, about as large.
+        uses: of each page, the operations that name it, rising.
+        created_bytes: device bytes of all pages that are born in it.
+        successor: id of the trace that came after it the last time; None: nothing did so far.
+        last_followed: a number that rises with each iteration.
+        book: its plan; None: it has none.
+        limits: what the plan was made for; None: nobody was asked for one.
+    """
+
+    def __init__(self, id: int, recording: Recording) -> None:
+        self.id = id
+        self.is_confirmed = False
+        self.successor: int | None = None
+        self.last_followed = 0
+        self._num_misses = 0
+        self.book: PlanBook | None = None
+        self.limits: Limits | None = None
+        self._shared: dict[int, int] = {}  # operations in common at the beginning, by other's id
+        self._take(recording)
+
+    def _take(self, recording: Recording) -> None:
+        self.trace, self.operands = recording.trace, recording.operands
+        self.names = [op.name for op in self.trace.ops]
+        self.num_mentioned = recording.num_mentioned
+        self.carried: dict[Origin, int] = dict(recording.carried)
+        pages = self.trace.pages
+        self.ids = {
+            page_id: number
+            for page_id, number in recording.numbers.items()
+            if pages[number].born is None and pages[number].died is None
+        }
+        uses: list[list[int]] = [[] for _ in pages]
+        for index, op in enumerate(self.trace.ops):
+            for number in op.reads:
+                uses[number].append(index)
+        self.uses = uses
+        self.created_bytes = sum(page.frame_bytes for page in pages if page.born is not None)
+
+    def is_same_as(self, recording: Recording) -> bool:
+        """Whether the recording is of an iteration that does the same to the same pages."""
+        return (
+            len(self.trace.ops) == len(recording.trace.ops)
+            and self.operands == recording.operands
+            and all(
+                mine.name == other.name and mine.creates == other.creates
+                for mine, other in zip(self.trace.ops, recording.trace.ops, strict=True)
+            )
+            # Two models of the same structure have other pages for the same numbers.
+            and all(
+                recording.numbers.get(page_id, number) == number
+                for page_id, number in self.ids.items()
+                if number < self.num_mentioned
+            )
+        )
+
+    def confirm(self, recording: Recording) -> None:
+        """The program did it again: `recording` is better, as what came before is known."""
+        # Numbers of pages that no operation mentions depend on what came before.
+        carried = {o: n for o, n in self.carried.items() if n < recording.num_mentioned}
+        self._take(recording)
+        self.carried = carried | self.carried
+        self.book = self.limits = None
+        self._close()
+
+    def confirm_as_like(
+        self, other: KnownTrace, recording: Recording, pages: Sequence[Page | None]
+    ) -> None:
+        """The program did nearly what the iteration before, of the trace `other`, had done.
+
+        Args:
+            other: was followed to its end while this one was recorded.
+            recording: of this one.
+            pages: what pages stood for those of `other`, by number.
+        """
+        for number, page in enumerate(pages):
+            mine = None if page is None else recording.numbers.get(page.id)
+            target = self.carried.get((other.id, number))
+            if mine is not None and target is not None:
+                self.carried[self.id, mine] = target
+        self._close()
+
+    def _close(self) -> None:
+        """Knows from now on what pages become where the trace follows on itself."""
+        self.is_confirmed = True
+        pages = list(self.trace.pages)
+        for (trace_id, number), target in self.carried.items():
+            if trace_id == self.id and number < len(pages) and target < len(pages):
+                page = pages[number]
+                if page.born is not None and page.died is None and pages[target].born is None:
+                    pages[number] = page._replace(becomes=target)
+        self.trace = replace(self.trace, pages=tuple(pages))
+
+    def followed_by(self, known: KnownTrace | None) -> None:
+        """What came after it; None: nobody knows. The second time that, it is worth a recording."""
+        self._num_misses = 0 if known is not None else self._num_misses + 1
+        if known is not None:
+            self.successor = known.id
+        elif self._num_misses > 1:
+            self.successor, self._num_misses = UNKNOWN, 0
+
+    def next_use(self, number: int, index: int) -> int | None:
+        """The first operation from `index` on that names the page; None: no more."""
+        uses = self.uses[number]
+        at = bisect_left(uses, index)
+        return uses[at] if at < len(uses) else None
+
+    def num_shared(self, other: KnownTrace) -> int:
+        """How many operations the two have in common at their beginning."""
+        found = self._shared.get(other.id)
+        if found is None:
+            mine = zip(self.trace.ops, self.operands, strict=True)
+            others = zip(other.trace.ops, other.operands, strict=True)
+            found = sum(
+                1
+                for _ in itertools.takewhile(
+                    lambda pair: (
+                        pair[0][1] == pair[1][1]
+                        and pair[0][0].name == pair[1][0].name
+                        and pair[0][0].creates == pair[1][0].creates
+                    ),
+                    zip(mine, others, strict=False),
+                )
+            )
+            self._shared[other.id] = other._shared[self.id] = found
+        return found

@@ -1,0 +1,99 @@
+"""Where one iteration of a program ends and the next one begins, without its help.
+
+[Note: Boundaries]
+    - `Pager.step()`, once it was called: nothing else from then on.
+    - The end of `optimizer.step()`: the first operation after it that is neither in another
+      optimizer's step nor in backward begins the next iteration. So two optimizers for one model
+      make one iteration, and so does an optimizer per parameter that steps inside backward; two
+      that alternate (GAN) make two.
+    - Where no optimizer steps in between, the second and each later entry of a whole model without
+      gradients (evaluation, generation), and the next entry with gradients after these. A single
+      one, such as a teacher's, is part of its iteration.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tvm_pager.runtime.context import PagingContext
+
+__all__ = ["Boundaries"]
+
+
+class Boundaries:
+    """Tells one pager of its iterations; see [Note: Boundaries].
+
+    Args:
+        context: whose.
+        after_update: called at the end of each `optimizer.step()`.
+    """
+
+    def __init__(self, context: PagingContext, after_update: Callable[[], None]) -> None:
+        self._context = context
+        self._after_update = after_update
+        self._is_explicit = False
+        self._num_quiet = 0  # whole models entered without gradients, one after the other
+        # Through weak references: hooks are global, and must not keep a forgotten pager's slab and
+        # file.
+        before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda *call: _call(before, call)),
+            register_optimizer_step_post_hook(lambda *call: _call(after, call)),
+        ]
+
+    def mark(self) -> None:
+        """The program says that an iteration is over."""
+        self._is_explicit = True
+        self._pass()
+
+    def enter_model(self) -> None:
+        """A whole model is about to run, and not as a part of another one."""
+        if self._is_explicit or not self._context.record.is_between():
+            self._context.record.num_updating = 0  # a step that raised has no end
+            return
+        if torch.is_grad_enabled():
+            is_over, self._num_quiet = self._num_quiet > 1, 0
+        else:
+            is_over = self._num_quiet > 0
+            self._num_quiet += 1
+        if is_over:
+            self._pass()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _pass(self) -> None:
+        with self._context.core.lock:
+            self._context.core.iterations.pass_boundary()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._context.record.num_updating += 1
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        context = self._context
+        context.record.num_updating = max(0, context.record.num_updating - 1)
+        if context.is_closed:  # it is, in a forked child
+            return
+        context.classify_optimizer(optimizer)
+        self._after_update()
+        self._num_quiet = 0
+        if not self._is_explicit:
+            with context.core.lock:
+                context.core.iterations.end_when(context.record.is_between)
+
+
+def _call(method: weakref.WeakMethod[Any], arguments: tuple[Any, ...]) -> None:
+    found = method()
+    if found is not None:
+        found(*arguments)
