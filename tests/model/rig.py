@@ -79,7 +79,7 @@ class Rig:
     def fetch(self, name: str = "page") -> None:
         """Starts one ahead of the access, as a prefetch does."""
         page = self.pages[name]
-        if not page.tickets and not page.is_on_device:
+        if page.state is PageState.LEAVING or (not page.tickets and not page.is_on_device):
             self.pager.mover.start_fetch(page)
 
     def demote(self, name: str = "page") -> None:

@@ -6,6 +6,7 @@ transfer/protocol.py. Every scenario runs for many seeds, which decide when each
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Iterator
 
@@ -87,6 +88,62 @@ def test_a_page_may_leave_clean_and_return_while_its_first_fetch_is_under_way() 
         rig.take_over()
         rig.evict()
         rig.read()
+
+
+def test_a_page_on_its_way_down_is_fetched_behind_its_copy() -> None:
+    """Scenario: 1. Evict dirty. 2. Fault before the copy is done. 3. Write. 4. Evict. 5. Fault."""
+    num_turned = 0
+    for rig in rigs():
+        page = rig.create()
+        rig.evict()
+        is_leaving = page.state is PageState.LEAVING
+        rig.fetch()
+        num_turned += is_leaving and any(not t.is_over for t in page.readers)
+        assert all(t.transfer.memory is None for t in page.readers), "it would never die"
+        rig.read()
+        rig.check()
+        rig.write()
+        rig.take_over()
+        rig.evict()
+        rig.read()
+    assert num_turned > NUM_SEEDS // 4
+
+
+def test_a_fetch_behind_a_copy_down_is_not_called_off() -> None:
+    """The page would be off the device, and its frames would not hold its bytes yet."""
+    num_refused = 0
+    for rig in rigs():
+        page = rig.create()
+        rig.evict()
+        rig.fetch()
+        is_behind = any(not t.is_over for t in page.readers)
+        if rig.pager.flight.cancel(page):
+            assert all(t.is_over for t in page.readers)
+            with contextlib.suppress(TransferError):
+                rig.settle()
+        else:
+            num_refused += is_behind
+        rig.take_over()
+        rig.read()
+    assert num_refused > NUM_SEEDS // 4
+
+
+def test_frames_that_a_copy_down_still_fills_are_read_and_reused_behind_it() -> None:
+    """Scenario: 1. Evict dirty. 2. Fault at once. 3. Clean eviction. 4. Demote, or die."""
+    num_filling = 0
+    for rig in rigs(host=3 * FRAME):
+        page = rig.create()
+        rig.evict()
+        rig.read()
+        rig.evict()
+        num_filling += any(not t.is_over for t in page.readers)
+        if rig.seed % 4 == 1:
+            rig.demote()
+            rig.read()
+        else:
+            rig.free()
+        rig.take_over()
+    assert num_filling > NUM_SEEDS // 8
 
 
 def test_every_lane_of_a_page_is_waited_for() -> None:
