@@ -1,4 +1,4 @@
-"""The mutations of what moves: orders of copies, and disks that fail or refuse direct I/O."""
+"""The mutations of what moves: orders of copies, disks that fail, where host memory lies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,47 @@ _STREAM = "tests/model/test_stream_order.py::test_"
 _ORDER = "tests/model/test_write_back_order.py::test_"
 _CLOSING = "tests/trials/test_nvme_closing.py::test_"
 _DEGRADED = "tests/trials/test_degraded_io.py::test_"
+_WORKERS = "tests/unit/test_thread_lane_workers.py::test_"
+_STAGING = "tests/unit/test_staging.py::test_"
+_DISK = "tests/unit/test_routes_disk.py::test_"
+_LOG = "tests/unit/test_failure_log.py::test_"
+_NUMA = "tests/unit/test_numa.py::test_"
+_EXIT = (
+    "tests/unit/test_stream_lane_exit.py::"
+    "test_no_thread_waits_for_the_device_when_the_interpreter_goes"
+)
 
 MOVEMENT_MUTATIONS = (
+    # --- pages that turn back on their way down ---
+    Mutation(
+        "a fetch is ordered behind the copy down",
+        "tvm_pager/paging/flight.py",
+        "behind = tuple(ticket for ticket in page.readers if not ticket.done())",
+        "behind = ()",
+        _STREAM + "a_page_on_its_way_down_is_fetched_behind_its_copy",
+    ),
+    Mutation(
+        "a fetch behind a copy down is not called off",
+        "tvm_pager/paging/flight.py",
+        "        if page.state is PageState.FETCHING and not all("
+        "ticket.done() for ticket in page.readers):\n            return False\n",
+        "",
+        _STREAM + "a_fetch_behind_a_copy_down_is_not_called_off",
+    ),
+    Mutation(
+        "copies down that a fetch has overtaken do not keep the page's memory",
+        "tvm_pager/paging/flight.py",
+        "        for ticket in page.tickets:\n            ticket.transfer.memory = None\n",
+        "",
+        _STREAM + "a_page_on_its_way_down_is_fetched_behind_its_copy",
+    ),
+    Mutation(
+        "copies down that a fetch has overtaken are remembered",
+        "tvm_pager/memory/page_table.py",
+        "            page.readers = (*page.readers, *page.tickets)\n            self._finish",
+        "            self._finish",
+        _STREAM + "frames_that_a_copy_down_still_fills_are_read_and_reused_behind_it",
+    ),
     # --- a disk that fails ---
     Mutation(
         "a failed write closes its tier",
@@ -95,11 +134,82 @@ MOVEMENT_MUTATIONS = (
     ),
     Mutation(
         "what the backend finds out on the way is told",
-        "tvm_pager/api.py",
-        "            self._pass_on_notices()\n            return Stats(",
-        "            return Stats(",
+        "tvm_pager/pager.py",
+        "            self._pass_on_notices()\n            return take_stats(",
+        "            return take_stats(",
         _DEGRADED
         + "direct_io_that_is_refused_in_the_middle_of_a_run_loses_no_page[pwritev-training-EINVAL]",
+    ),
+    Mutation(
+        "the log has the first failure of each kind only",
+        "tvm_pager/paging/failures.py",
+        "            self._num_more[kind] += 1\n            return\n",
+        "            self._num_more[kind] += 1\n",
+        _LOG + "the_first_failure_of_each_kind_is_whole_and_the_others_are_one_line_at_the_end",
+    ),
+    Mutation(
+        "failures that were only counted are told at the end",
+        "tvm_pager/paging/pager.py",
+        "            self.flight.failures.tell_rest()\n",
+        "",
+        _LOG + "the_first_failure_of_each_kind_is_whole_and_the_others_are_one_line_at_the_end",
+    ),
+    Mutation(
+        "failures that were only counted are told when a tier closes",
+        "tvm_pager/paging/flight.py",
+        "                self.failures.tell_rest()\n",
+        "                pass\n",
+        _LOG + "what_was_counted_is_told_when_a_tier_closes",
+    ),
+    Mutation(
+        "counted failures are told once",
+        "tvm_pager/paging/failures.py",
+        "        self._num_more = Counter(dict.fromkeys(self._num_more, 0))\n",
+        "",
+        _LOG + "what_was_counted_is_told_when_a_tier_closes",
+    ),
+    # --- where host memory lies, and who waits for the device ---
+    Mutation(
+        "host memory is placed before it is touched",
+        "tvm_pager/transfer/region.py",
+        "                node.prefer(self.address, self.nbytes)\n",
+        "                pass\n",
+        _NUMA + "a_region_prefers_the_node_before_it_is_touched",
+    ),
+    Mutation(
+        "staging lies near the device too",
+        "tvm_pager/transfer/torch_backend.py",
+        "locker=locker, node=self._node)",
+        "locker=locker)",
+        _NUMA + "slab_and_staging_of_a_backend_lie_on_the_node_of_its_device[True]",
+    ),
+    Mutation(
+        "a node is preferred only where there are several",
+        "tvm_pager/transfer/numa.py",
+        "or len(nodes) < 2 ",
+        "",
+        _NUMA + "the_node_is_the_gpus_where_there_is_a_choice",
+    ),
+    Mutation(
+        "a system that refuses a node is asked once",
+        "tvm_pager/transfer/numa.py",
+        "        if _MBIND is None or self.notices:\n",
+        "        if _MBIND is None:\n",
+        _NUMA + "a_system_that_refuses_is_told_of_once_and_not_asked_again",
+    ),
+    Mutation(
+        "threads that wait for the device end before the interpreter",
+        "tvm_pager/transfer/stream_lane.py",
+        "atexit.register(_stop_at_exit)\n",
+        "",
+        _EXIT,
+    ),
+    Mutation(
+        "no thread that waits for the device comes at the exit",
+        "tvm_pager/transfer/stream_lane.py",
+        " and not self._is_stopped:",
+        ":",
+        _EXIT,
     ),
     # --- orders ---
     Mutation(
@@ -175,6 +285,84 @@ MOVEMENT_MUTATIONS = (
         "            self._clean_chosen()\n",
         "            pass\n",
         _STREAM + "the_next_victims_are_clean_before_their_turn",
+    ),
+    # --- two workers on a disk's lane ---
+    Mutation(
+        "two transfers of one direction of the disk proceed at a time",
+        "tvm_pager/transfer/thread_lane.py",
+        "        if len(self._running) >= self._num_workers:\n",
+        "        if self._running:\n",
+        "tests/unit/test_thread_lane_storm.py::test_many_threads_share_two_workers",
+    ),
+    Mutation(
+        "steps of one transfer never run at once",
+        "tvm_pager/transfer/thread_lane.py",
+        "self._queue.first(besides=self._running)",
+        "self._queue.first()",
+        _WORKERS + "one_transfer_keeps_one_worker_and_the_order_of_its_steps",
+    ),
+    Mutation(
+        "a fault has the lane to itself",
+        "tvm_pager/transfer/thread_lane.py",
+        "if job is None or any(other.priority < job.priority for other in self._running):",
+        "if job is None:",
+        _WORKERS + "a_fault_waits_for_one_step_and_then_has_the_lane_to_itself",
+    ),
+    Mutation(
+        "a ticket ends with the last of its strands",
+        "tvm_pager/transfer/thread_lane.py",
+        "        if strands is None or not strands.jobs:\n",
+        "        if not job.ticket.is_over:\n",
+        _WORKERS + "both_workers_carry_one_transfer_and_its_ticket_ends_with_the_last",
+    ),
+    Mutation(
+        "a transfer is cancelled only if none of its strands has begun",
+        "tvm_pager/transfer/thread_lane.py",
+        "if not jobs or any(job.has_begun for job in jobs):",
+        "if not jobs or all(job.has_begun for job in jobs):",
+        _WORKERS + "a_transfer_with_one_strand_begun_goes_on_and_one_with_none_is_cancelled",
+    ),
+    Mutation(
+        "a promoted transfer runs beside an urgent one",
+        "tvm_pager/transfer/thread_lane.py",
+        "                if self._running and self._choose() is not None:\n",
+        "                if False:\n",
+        _WORKERS + "promotion_lets_a_job_run_beside_an_urgent_one_at_once",
+    ),
+    Mutation(
+        "a disk's lane has two chunks in flight at most",
+        "tvm_pager/transfer/routes.py",
+        "_DISK_CHUNK_BYTES = CHUNK_BYTES // 2",
+        "_DISK_CHUNK_BYTES = CHUNK_BYTES",
+        _DISK + "two_workers_have_two_chunks_in_flight_at_most",
+    ),
+    Mutation(
+        "each step has a place of its own in the staging",
+        "tvm_pager/transfer/staging.py",
+        "direction * nbytes + place * self.place_bytes",
+        "direction * nbytes",
+        _STAGING + "two_transfers_are_in_the_staging_at_a_time_each_in_its_own_place",
+    ),
+    Mutation(
+        "a step never waits for a second place in the staging",
+        "tvm_pager/transfer/staging.py",
+        "        place = places.get()\n",
+        "        place, second = places.get(), places.get()\n        places.put(second)\n",
+        _STAGING + "two_transfers_are_in_the_staging_at_a_time_each_in_its_own_place",
+    ),
+    Mutation(
+        "a failed step gives its place in the staging back",
+        "tvm_pager/transfer/staging.py",
+        "            places.put(place)\n",
+        "            pass\n",
+        _STAGING + "a_failed_step_gives_its_place_back",
+    ),
+    Mutation(
+        "copies of a disk's lane come behind what uses the memory",
+        "tvm_pager/transfer/behind.py",
+        "        self._wait()\n        self._copier.copy(",
+        "        self._copier.copy(",
+        _DISK + "copies_come_behind_the_work_that_uses_the_memory",
     ),
     # --- backing ---
     Mutation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +15,7 @@ from tests.unit.small_backends import MIB, Make, alias, bytes_of, copy, page_of,
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer.pieces import Part, Run
 from tvm_pager.transfer.protocol import Lane, Piece, Priority
-from tvm_pager.transfer.staging import Staging
+from tvm_pager.transfer.staging import NUM_PLACES, Staging
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -193,18 +194,21 @@ def test_an_interrupt_while_waiting_leaves_nothing_in_flight(
         assert not copier.queued
 
 
-@pytest.mark.parametrize("nbytes", [4 * MIB, 8 * MIB, 16 * MIB])
-def test_one_half_is_written_while_the_other_is_filled(staging: Staging, nbytes: int) -> None:
+@pytest.mark.parametrize(("nbytes", "num_parts"), [(2 * MIB, 1), (4 * MIB, 2), (8 * MIB, 2)])
+def test_one_part_is_written_while_the_next_is_filled(
+    staging: Staging, nbytes: int, num_parts: int
+) -> None:
     log: list[str] = []
-    half = nbytes // 2 // 1024
     run = run_of(nbytes)
     storage = page_with(bytes_of(nbytes))
+    parts = range(0, nbytes // 1024, nbytes // num_parts // 1024)
     list(staging.steps_down(storage, [run], LateCopier(log), LateStore(log)))
-    expected = ["copy 0", "write 0", f"copy {half}", f"write {half}", "done 0", f"done {half}"]
-    assert log == expected
+    filled = [f"{what} {part}" for part in parts for what in ("copy", "write")]
+    assert log == filled + [f"done {part}" for part in parts]
     log.clear()
     list(staging.steps_up(storage, [run], LateCopier(log), LateStore(log)))
-    assert log == ["read 0", f"read {half}", "done 0", "copy 0", f"done {half}", f"copy {half}"]
+    emptied = [f"{what} {part}" for part in parts for what in ("done", "copy")]
+    assert log == [f"read {part}" for part in parts] + emptied
 
 
 def test_small_pages_are_not_cut(staging: Staging) -> None:
@@ -213,6 +217,78 @@ def test_small_pages_are_not_cut(staging: Staging) -> None:
         staging.steps_down(page_with(bytes_of(MIB)), [run_of(MIB)], LateCopier(log), LateStore(log))
     )
     assert log == ["copy 0", "write 0", "done 0"]
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+class MeetingStore(LateStore):
+    """Its first I/O of each of two transfers starts only when the other's does."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.meeting = threading.Barrier(2, timeout=5)
+        self.met: set[threading.Thread] = set()
+
+    def _meet(self) -> None:
+        if threading.current_thread() not in self.met:
+            self.met.add(threading.current_thread())
+            self.meeting.wait()
+
+    def write(self, file_offset: int, buffers: Sequence[memoryview]) -> LateIO:
+        self._meet()
+        return super().write(file_offset, buffers)
+
+    def read(self, file_offset: int, buffers: Sequence[memoryview]) -> LateIO:
+        self._meet()
+        return super().read(file_offset, buffers)
+
+
+def test_two_transfers_are_in_the_staging_at_a_time_each_in_its_own_place(staging: Staging) -> None:
+    """Neither waits for a second place: here each goes on only when the other one has begun."""
+    nbytes = 12 * MIB
+    pages = [page_with(bytes_of(nbytes, seed)) for seed in range(2)]
+    runs = [Run(slot * nbytes, nbytes, (Part(0, nbytes),)) for slot in range(2)]
+    for move in (staging.steps_down, staging.steps_up):
+        store = MeetingStore() if move == staging.steps_down else store_of(pages)
+        with ThreadPoolExecutor(2) as pool:
+            moves = [
+                pool.submit(list, move(page, [run], LateCopier([]), store))
+                for page, run in zip(pages, runs, strict=True)
+            ]
+            for future in moves:
+                future.result()
+        for slot, page in enumerate(pages):
+            data = bytes_of(nbytes, slot)
+            assert store.content[slot * nbytes : (slot + 1) * nbytes] == data.numpy().tobytes()
+            assert torch.equal(alias(page), data)
+
+
+def store_of(pages: Sequence[torch.UntypedStorage]) -> MeetingStore:
+    """A store that holds the pages one behind the other, whose own bytes are gone."""
+    store = MeetingStore()
+    at = 0
+    for page in pages:
+        store.content[at : at + page.nbytes()] = alias(page).numpy().tobytes()
+        at += page.nbytes()
+        alias(page).zero_()
+    return store
+
+
+def test_a_failed_step_gives_its_place_back(staging: Staging) -> None:
+    run = run_of(MIB)
+    storage = page_with(bytes_of(MIB))
+
+    def fail_and_go_on() -> None:
+        for _ in range(NUM_PLACES):
+            with pytest.raises(TransferError, match="gone"):
+                list(staging.steps_up(storage, [run], LateCopier([]), LateStore([], [0])))
+        list(staging.steps_up(storage, [run], LateCopier([]), LateStore([])))
+
+    thread = threading.Thread(target=fail_and_go_on, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive(), "it waits for a place that nobody has"
 
 
 class GatedStore:

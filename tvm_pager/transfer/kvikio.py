@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["KvikioCompletion", "KvikioStore", "probe"]
 
-_TASK_BYTES = 16 << 20
+_TASK_BYTES = 2 << 20  # several to a chunk of a disk's lane
+_DEVICE_TASK_BYTES = 8 << 20  # two to a chunk: each is a call of the driver
 _DRIVER = "libcuda.so.1"
 
 
@@ -182,11 +183,11 @@ class KvikioStore:
 
         The caller has waited for the work that fills them: kvikio knows no streams.
         """
-        return self._start("writing", file_offset, parts)
+        return self._start("writing", file_offset, parts, _DEVICE_TASK_BYTES)
 
     def read_device(self, file_offset: int, parts: Sequence[Any]) -> KvikioCompletion:
         """Starts filling device memory; what it has read is there for every stream when done."""
-        return self._start("reading", file_offset, parts)
+        return self._start("reading", file_offset, parts, _DEVICE_TASK_BYTES)
 
     def close(self) -> None:
         with self._lock:
@@ -207,7 +208,9 @@ class KvikioStore:
         arrays = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers if len(buffer)]
         return self._start(verb, offset, arrays)
 
-    def _start(self, verb: str, offset: int, arrays: Sequence[Any]) -> KvikioCompletion:
+    def _start(
+        self, verb: str, offset: int, arrays: Sequence[Any], *task_bytes: int
+    ) -> KvikioCompletion:
         nbytes = check_range(self.file, offset, arrays)
         completion = KvikioCompletion(self, [self._handle, *arrays], (verb, offset, nbytes))
         with self._lock:
@@ -219,7 +222,7 @@ class KvikioStore:
         start = self._handle.pwrite if verb == "writing" else self._handle.pread
         try:
             for array in arrays:
-                completion.add(start(array, array.nbytes, offset), array.nbytes)
+                completion.add(start(array, array.nbytes, offset, *task_bytes), array.nbytes)
                 offset += array.nbytes
         except Exception as error:
             completion._fail(str(error), None)  # what was started is waited for by `wait`

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from tvm_pager.transfer.protocol import Priority
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from threading import Lock
 
     from tvm_pager.errors import TransferError
@@ -67,6 +67,7 @@ class LaneTicket:
         self.error = error
         self.job = None
         self.transfer.memory = None
+        self.transfer.behind = ()
         self.is_over = True
         gates, self.gates = self.gates, []
         for gate in gates:
@@ -114,14 +115,20 @@ class LaneQueue:
         job.ticket.job = job
         heapq.heappush(self._heap, (job.priority, self._age[job], job))
 
-    def first(self) -> Job | None:
-        """The job to go on with, or None. It stays in the queue. O(log n) amortised."""
+    def first(self, besides: Collection[Job] = ()) -> Job | None:
+        """The job to go on with, none of `besides`; or None. It stays. O(log n) amortised."""
+        aside = []
         while self._heap:
             priority, _, job = self._heap[0]
             if job in self._age and job.priority == priority:
-                return job
+                if job not in besides:
+                    break
+                aside.append(self._heap[0])
             heapq.heappop(self._heap)
-        return None
+        found = self._heap[0][2] if self._heap else None
+        for entry in aside:
+            heapq.heappush(self._heap, entry)
+        return found
 
     def promote(self, job: Job, priority: Priority) -> None:
         """Moves a job up, with its age; does nothing if it is as urgent already. O(log n)."""

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FutureCompletion", "PosixStore", "SystemCalls"]
 
-_TASK_BYTES = 8 << 20  # a 32 MiB segment keeps four threads busy
+# Several to a chunk of a disk's lane; smaller ones wait for the interpreter, not for the disk.
+_TASK_BYTES = 4 << 20
 _BOUNCE_BYTES = 1 << 20
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from tvm_pager.transfer.device_copy import SlabRange
-from tvm_pager.transfer.pieces import nvme_runs
+from tvm_pager.transfer.pieces import CHUNK_BYTES, nvme_runs
 from tvm_pager.transfer.protocol import Lane
 from tvm_pager.transfer.raw_bytes import RawDispatch, raw_alias
+from tvm_pager.transfer.staging import NUM_PLACES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -16,13 +17,16 @@ if TYPE_CHECKING:
 
     from tvm_pager.transfer.block_store import BlockStore, Completion
     from tvm_pager.transfer.device_copy import Copier
+    from tvm_pager.transfer.pieces import Run
     from tvm_pager.transfer.protocol import Transfer
     from tvm_pager.transfer.slab import HostSlab
     from tvm_pager.transfer.staging import Staging
 
 __all__ = ["CHUNK_BYTES", "DeviceStore", "Routes"]
 
-CHUNK_BYTES = 16 << 20  # 96 % of the rate of long copies, and a fault waits for two at most
+# Two workers with two in flight each, or one of twice the size: as much as two chunks.
+_DISK_CHUNK_BYTES = CHUNK_BYTES // 2
+_DISK = frozenset({Lane.D2N, Lane.H2N, Lane.N2D, Lane.N2H})
 
 
 class DeviceStore(Protocol):
@@ -62,20 +66,48 @@ class Routes:
         Raises:
             TransferError: from a step: it failed, and nothing is in flight.
         """
-        lane = transfer.lane
-        if storage is None:
-            return self._between_slab_and_file(transfer)
-        if lane is Lane.R2D:
+        if transfer.lane is Lane.R2D and storage is not None:
             return _fill(transfer, storage)
-        if lane is Lane.D2H or lane is Lane.H2D:
+        if transfer.lane not in _DISK and storage is not None:
             return self._between_device_and_slab(transfer, storage, copier)
-        if self.direct is not None and transfer.source is None:
-            return self._between_device_and_file(transfer, storage, copier, self.direct)
-        if lane is Lane.D2N:
-            runs = nvme_runs(transfer)
+        return self._disk_steps(transfer, storage, copier, nvme_runs(transfer))
+
+    def strands(
+        self, transfer: Transfer, storage: torch.UntypedStorage | None, copier: Copier
+    ) -> list[Iterator[bool]]:
+        """As `steps`, in iterators that may run at the same time.
+
+        Two, on a lane from or to NVMe and where there is more than one step to make.
+        """
+        if transfer.lane not in _DISK:
+            return [self.steps(transfer, storage, copier)]
+        staged = 0 if storage is None or self._is_direct(transfer) else self.staging.place_bytes
+        most = min(staged or CHUNK_BYTES, CHUNK_BYTES)
+        runs = nvme_runs(transfer)
+        if transfer.nbytes <= most:
+            return [self._disk_steps(transfer, storage, copier, runs)]
+        cut = [chunk for run in runs for chunk in run.chunks(most)]
+        shares = [cut[first::NUM_PLACES] for first in range(NUM_PLACES)]
+        return [self._disk_steps(transfer, storage, copier, share) for share in shares if share]
+
+    def _disk_steps(
+        self,
+        transfer: Transfer,
+        storage: torch.UntypedStorage | None,
+        copier: Copier,
+        runs: list[Run],
+    ) -> Iterator[bool]:
+        if storage is None:
+            return self._between_slab_and_file(transfer, runs)
+        if self.direct is not None and self._is_direct(transfer):
+            return self._between_device_and_file(transfer, storage, copier, runs, self.direct)
+        if transfer.lane is Lane.D2N:
             return self.staging.steps_down(storage, runs, copier, self._open_store())
         source = self._open_store() if transfer.source is None else transfer.source
-        return self.staging.steps_up(storage, nvme_runs(transfer), copier, source)
+        return self.staging.steps_up(storage, runs, copier, source)
+
+    def _is_direct(self, transfer: Transfer) -> bool:
+        return self.direct is not None and transfer.source is None
 
     def _between_device_and_slab(
         self, transfer: Transfer, storage: torch.UntypedStorage, copier: Copier
@@ -94,11 +126,11 @@ class Routes:
                     yield not left
                     room = CHUNK_BYTES
 
-    def _between_slab_and_file(self, transfer: Transfer) -> Iterator[bool]:
+    def _between_slab_and_file(self, transfer: Transfer, runs: list[Run]) -> Iterator[bool]:
         """While one chunk is on its way the next one is submitted: the disk never waits for us."""
         store = self._open_store()
         start = store.write if transfer.lane is Lane.H2N else store.read
-        chunks = [chunk for run in nvme_runs(transfer) for chunk in run.chunks(CHUNK_BYTES)]
+        chunks = [chunk for run in runs for chunk in run.chunks(_DISK_CHUNK_BYTES)]
         in_flight: list[Completion] = []
         try:
             for index, chunk in enumerate(chunks):
@@ -122,11 +154,12 @@ class Routes:
         transfer: Transfer,
         storage: torch.UntypedStorage,
         copier: Copier,
+        runs: list[Run],
         store: DeviceStore,
     ) -> Iterator[bool]:
         down = transfer.lane is Lane.D2N
         start = store.write_device if down else store.read_device
-        chunks = [chunk for run in nvme_runs(transfer) for chunk in run.chunks(2 * CHUNK_BYTES)]
+        chunks = [chunk for run in runs for chunk in run.chunks(CHUNK_BYTES)]
         copier.finish()  # its stream comes after the work that uses the memory; the disk does not
         with RawDispatch():
             raw = raw_alias(storage, storage.device)

@@ -3,12 +3,15 @@
 [Note: Staging]
     One buffer for each direction, inside the host budget but outside the page space, so that a full
     slab cannot stop a write-back to NVMe or a fetch from it. They are allocated at start, and never
-    grow. A direction serves one step of one transfer at a time, and nothing stays in its buffer
-    between two steps: so an urgent transfer may come in between.
+    grow. A buffer has a place for each worker of the lane. A step takes one place, never a second
+    one, and nothing stays in it between two steps: so an urgent transfer may come in between, and
+    nobody who has a place waits for another. Within a place copies and I/O overlap, in parts.
 """
 
 from __future__ import annotations
 
+import contextlib
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol, Self
 
 from tvm_pager.errors import ConfigError
@@ -24,11 +27,14 @@ if TYPE_CHECKING:
 
     from tvm_pager.transfer.block_store import BlockStore, Completion
     from tvm_pager.transfer.device_copy import Copier
+    from tvm_pager.transfer.numa import NumaNode
     from tvm_pager.transfer.pieces import Run
     from tvm_pager.transfer.slab import PageLocker
 
-__all__ = ["Readable", "Staging", "staging_bytes"]
+__all__ = ["NUM_PLACES", "Readable", "Staging", "staging_bytes"]
 
+NUM_PLACES = 2  # of a direction: transfers that proceed at the same time
+_NUM_PARTS = 2  # of a place: one is copied while the other is read or written
 _MIN_BYTES = 64 << 10
 _MAX_BYTES = 32 << 20
 _MIN_CUT_BYTES = 4 << 20  # of less, overlapping saves less than a second I/O costs
@@ -64,33 +70,57 @@ class Staging:
         nbytes: size of each; 0 where there is no NVMe tier.
         page_lock: see `HostSlab`.
         locker: see `HostSlab`.
+        node: see `HostSlab`.
 
     Raises:
         TransferError: no memory for them.
     """
 
-    def __init__(self, nbytes: int, *, page_lock: bool, locker: PageLocker | None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        page_lock: bool,
+        locker: PageLocker | None,
+        node: NumaNode | None = None,
+    ) -> None:
         self.nbytes = nbytes
         # Two regions of one slab: each buffer is contiguous and page-aligned.
         self.slab = HostSlab(
-            2 * nbytes, region_bytes=nbytes or NVME_ALIGNMENT, page_lock=page_lock, locker=locker
+            2 * nbytes,
+            region_bytes=nbytes or NVME_ALIGNMENT,
+            page_lock=page_lock,
+            locker=locker,
+            node=node,
         )
         self.slab.grow(2 * nbytes)
+        self._part_bytes = nbytes // (NUM_PLACES * _NUM_PARTS) // NVME_ALIGNMENT * NVME_ALIGNMENT
+        self._places: list[SimpleQueue[int]] = []  # free ones, by direction; offsets in the slab
+        for direction in (_DOWN, _UP):
+            self._places.append(SimpleQueue())
+            for place in range(NUM_PLACES):
+                offset = direction * nbytes + place * self.place_bytes
+                self._places[direction].put(offset)
+
+    @property
+    def place_bytes(self) -> int:
+        """The most that a step moves."""
+        return _NUM_PARTS * self._part_bytes
 
     def steps_down(
         self, storage: torch.UntypedStorage, runs: Iterable[Run], copier: Copier, store: BlockStore
     ) -> Iterator[bool]:
-        """Copies from the storage to the file, one buffer a step, in two halves.
+        """Copies from the storage to the file, one place a step, in parts.
 
-        While one half is written the other is filled. The steps of one direction must not run in
-        two threads at once.
+        While one part is written the next is filled. A step waits while as many others of its
+        direction as there are places run.
 
         Raises:
             TransferError: the store failed. Nothing is in flight then.
         """
-        for halves, is_last in self._steps(runs, _DOWN):
-            with _Waits(copier) as waits:
-                for chunk, base in halves:
+        for chunks, is_last in self._steps(runs):
+            with self._place(_DOWN) as bases, _Waits(copier) as waits:
+                for chunk, base in zip(chunks, bases, strict=False):
                     filled = base
                     for offset, nbytes in chunk.parts:
                         place = SlabRange(self.slab, filled, nbytes)
@@ -105,13 +135,13 @@ class Staging:
         self, storage: torch.UntypedStorage, runs: Iterable[Run], copier: Copier, store: Readable
     ) -> Iterator[bool]:
         """Copies from the file to the storage; otherwise as `steps_down`."""
-        for halves, is_last in self._steps(runs, _UP):
-            with _Waits(copier) as waits:
-                for chunk, base in halves:
+        for chunks, is_last in self._steps(runs):
+            with self._place(_UP) as bases, _Waits(copier) as waits:
+                for chunk, base in zip(chunks, bases, strict=False):
                     buffers = self.slab.buffers(base, chunk.nbytes)
                     waits.completions.append(store.read(chunk.nvme_offset, buffers))
-                for (chunk, base), completion in zip(halves, waits.completions, strict=True):
-                    completion.wait()
+                for chunk, base, done in zip(chunks, bases, waits.completions, strict=False):
+                    done.wait()
                     taken = base
                     for offset, nbytes in chunk.parts:
                         place = SlabRange(self.slab, taken, nbytes)
@@ -119,22 +149,28 @@ class Staging:
                         taken += nbytes
             yield is_last
 
-    def _steps(
-        self, runs: Iterable[Run], direction: int
-    ) -> Iterator[tuple[list[tuple[Run, int]], bool]]:
-        """Gives up to two chunks with their halves' offsets, and whether they are the last.
+    def _steps(self, runs: Iterable[Run]) -> Iterator[tuple[list[Run], bool]]:
+        """Gives as many chunks as a place has parts at most, and whether they are the last.
 
-        What would fit one half is cut in two, so that copy and I/O overlap there as well.
+        What would fit one part is cut in two, so that copy and I/O overlap there as well.
         """
-        half = self.nbytes // 2 // NVME_ALIGNMENT * NVME_ALIGNMENT
-        bases = (direction * self.nbytes, direction * self.nbytes + half)
+        part = self._part_bytes
         chunks: list[Run] = []
         for run in runs:
-            is_cut = _MIN_CUT_BYTES <= run.nbytes <= half
-            chunks += run.chunks(align_up(run.nbytes // 2, NVME_ALIGNMENT) if is_cut else half)
-        for at in range(0, len(chunks), 2):
-            pair = chunks[at : at + 2]
-            yield list(zip(pair, bases, strict=False)), at + 2 >= len(chunks)
+            is_cut = _MIN_CUT_BYTES <= run.nbytes <= part
+            chunks += run.chunks(align_up(run.nbytes // 2, NVME_ALIGNMENT) if is_cut else part)
+        for at in range(0, len(chunks), _NUM_PARTS):
+            yield chunks[at : at + _NUM_PARTS], at + _NUM_PARTS >= len(chunks)
+
+    @contextlib.contextmanager
+    def _place(self, direction: int) -> Iterator[list[int]]:
+        """Takes a free place; gives the offsets of its parts. Blocks while others have them all."""
+        places = self._places[direction]
+        place = places.get()
+        try:
+            yield [place + part * self._part_bytes for part in range(_NUM_PARTS)]
+        finally:
+            places.put(place)
 
 
 class _Waits:

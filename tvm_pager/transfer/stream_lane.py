@@ -6,12 +6,15 @@
     whatever is queued, and small transfers keep the link busy too. Whoever enters the pager looks
     whether a chunk has ended (`pump`), and so does a thread that waits for the older half of them,
     as long as anything is queued: a clock would look too late, a chunk takes a third of a
-    millisecond, and waking up for each of many small ones costs more than to put it there.
+    millisecond, and waking up for each of many small ones costs more than to put it there. Where
+    others have looked meanwhile, the thread sleeps until all of them have ended: it would only take
+    the interpreter from a launching thread that does the same on its way.
     Steps cost microseconds and never block, so they run in the thread that looks.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -55,7 +58,8 @@ class StreamLane:
         # Chunks on the stream and their bytes, oldest first.
         self._window: deque[tuple[torch.cuda.Event, int]] = deque()
         self._window_bytes = 0
-        self._is_closing = False
+        self._is_closing = self._is_stopped = False
+        self._is_visited = False  # others have looked since the thread did
         self._thread: threading.Thread | None = None
         self._has_queued = threading.Event()
         _OPEN_LANES.add(self)
@@ -72,7 +76,7 @@ class StreamLane:
             if priority is Priority.FAULT:
                 self._launch(job)
             else:
-                self.pump()
+                self._fill()
                 if len(self._queue):
                     self._watch()
         return ticket
@@ -122,12 +126,8 @@ class StreamLane:
         if not len(self._queue) or not self._lock.acquire(blocking=False):
             return
         try:
-            self._trim()
-            while self._window_bytes < WINDOW_BYTES:
-                job = self._queue.first()
-                if job is None:
-                    break
-                self._step(job)
+            self._is_visited = True
+            self._fill()
         finally:
             self._lock.release()
 
@@ -145,7 +145,24 @@ class StreamLane:
         if self._thread is not None:
             self._thread.join()
 
+    def stop(self) -> None:
+        """Ends the thread for good; transfers go on as far as others look. Blocks for one chunk."""
+        with self._lock:
+            self._is_stopped = True
+            thread = self._thread
+        self._has_queued.set()
+        if thread is not None:
+            thread.join()
+
     # --- inside; the lock is held ----------------------------------------------------------------
+
+    def _fill(self) -> None:
+        self._trim()
+        while self._window_bytes < WINDOW_BYTES:
+            job = self._queue.first()
+            if job is None:
+                break
+            self._step(job)
 
     def _launch(self, job: Job) -> None:
         """Puts all that is left of a job on the stream."""
@@ -189,7 +206,7 @@ class StreamLane:
 
     def _watch(self) -> None:
         self._has_queued.set()
-        if self._thread is None:
+        if self._thread is None and not self._is_stopped:
             thread = threading.Thread(target=self._keep_looking, name=self._name, daemon=True)
             with contextlib.suppress(RuntimeError):  # no further thread: others look
                 thread.start()
@@ -197,16 +214,18 @@ class StreamLane:
 
     def _keep_looking(self) -> None:
         with torch.cuda.device(self._device):
-            while not self._is_closing:
+            while not (self._is_closing or self._is_stopped):
                 if not self._has_queued.wait(_IDLE_S):
                     with self._lock:
                         if not self._has_queued.is_set():
                             self._thread = None  # a forgotten lane can go
                             return
                 with self._lock:
-                    self.pump()
-                    middle = (len(self._window) - 1) // 2
-                    event = self._window[middle][0] if len(self._queue) else None
+                    self._fill()
+                    last = len(self._window) - 1
+                    place = last if self._is_visited else last // 2
+                    self._is_visited = False
+                    event = self._window[place][0] if len(self._queue) else None
                     if event is None:
                         self._has_queued.clear()
                 if event is not None:
@@ -222,4 +241,11 @@ def _forget_in_child() -> None:
     _OPEN_LANES.clear()
 
 
+def _stop_at_exit() -> None:
+    """No thread runs into the end of the interpreter, which would tear it out of a wait in C++."""
+    for lane in list(_OPEN_LANES):
+        lane.stop()
+
+
 os.register_at_fork(after_in_child=_forget_in_child)
+atexit.register(_stop_at_exit)

@@ -4,10 +4,10 @@ Owns slab, staging, swap file, block store and lanes.
 
 [Note: Lanes]
     Copies between device and slab are queued on a CUDA stream for each direction; on the CPU
-    stand-in a thread for each direction makes them. What touches the disk has one thread for each
+    stand-in a thread for each direction makes them. What touches the disk has two threads for each
     direction, because its steps wait: between device and NVMe bytes go through staging, between
     slab and NVMe the engine reads and writes the slab itself. No lane waits for another one's
-    queue: copies of the disk's lanes have streams of their own.
+    queue: copies of the disk's lanes have streams of their own, one for each direction.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tvm_pager.errors import TransferError
+from tvm_pager.transfer.behind import CopierBehind, after_events, after_tickets
 from tvm_pager.transfer.block_store import measure, open_block_store
 from tvm_pager.transfer.device_copy import CpuCopier, CudaCopier, stream_of
 from tvm_pager.transfer.direct_route import choose_direct
@@ -27,17 +28,17 @@ from tvm_pager.transfer.options import TorchBackendOptions
 from tvm_pager.transfer.pieces import HOST_ALIGNMENT, NVME_ALIGNMENT, check_pieces
 from tvm_pager.transfer.protocol import Lane, Piece, Priority, Transfer
 from tvm_pager.transfer.raw_bytes import RawDispatch, raw_alias
-from tvm_pager.transfer.region import CudaLocker
+from tvm_pager.transfer.region import CudaLocker, host_node_of
 from tvm_pager.transfer.routes import Routes
 from tvm_pager.transfer.slab import HostSlab
-from tvm_pager.transfer.staging import Staging, staging_bytes
+from tvm_pager.transfer.staging import NUM_PLACES, Staging, staging_bytes
 from tvm_pager.transfer.stream_lane import StreamLane
 from tvm_pager.transfer.swap_file import SwapFile
 from tvm_pager.transfer.thread_lane import ThreadLane
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tvm_pager.transfer.device_copy import Copier
     from tvm_pager.transfer.protocol import Ticket
@@ -96,13 +97,15 @@ class TorchBackend:
         page_lock = is_cuda if options.page_lock is None else options.page_lock
         # A builder's thread has no current device of its own.
         locker = CudaLocker(self.device) if is_cuda and not options.locker else options.locker
+        self._node = host_node_of(self.device)
         self._slab = HostSlab(
             self.page_space_of(host_bytes),
             region_bytes=options.region_bytes,
             page_lock=page_lock,
             locker=locker,
+            node=self._node,
         )
-        self._make_staging = partial(Staging, page_lock=page_lock, locker=locker)
+        self._make_staging = partial(Staging, page_lock=page_lock, locker=locker, node=self._node)
         self._routes = Routes(self._slab, self._make_staging(stage_bytes))
         self.host_capacity_bytes = self._slab.capacity_bytes
         self.nvme_capacity_bytes = 0
@@ -200,7 +203,13 @@ class TorchBackend:
 
     @property
     def notices(self) -> list[str]:
-        return self._notices + (self._file.notices if self._file is not None else [])
+        sources = (self._file, self._node)
+        return sum((s.notices for s in sources if s is not None), self._notices)
+
+    @property
+    def engine(self) -> str:
+        """Who moves bytes to and from NVMe; empty without that tier."""
+        return "" if self._routes.store is None else self._routes.store.engine
 
     @property
     def engine_text(self) -> str:
@@ -269,12 +278,21 @@ class TorchBackend:
             nvme_bytes=self.nvme_capacity_bytes,
         )
         copier, lane = self._lanes[transfer.lane]
-        after = transfer.after or (self.current_executor(),)
-        waits = self._events(after) if storage is not None and self._is_cuda else []
-        steps = self._routes.steps(transfer, storage, copier)
-        if waits and isinstance(copier, CudaCopier):
-            steps = _after(waits, copier.stream, steps)
-        return lane.submit(transfer, steps, priority)
+        behind: Copier = copier
+        waits: list[torch.cuda.Event] = []
+        if storage is not None and isinstance(copier, CudaCopier):
+            after = transfer.after or (self.current_executor(),)
+            waits = self._events(after, blocking=isinstance(lane, ThreadLane))
+            behind = CopierBehind(copier, waits) if isinstance(lane, ThreadLane) else copier
+        if isinstance(lane, StreamLane):
+            filling = [_lane_ticket(ticket).event for ticket in transfer.behind]
+            waits += [event for event in filling if isinstance(event, torch.cuda.Event)]
+            steps = self._routes.steps(transfer, storage, copier)
+            return lane.submit(transfer, after_events(waits, lane.stream, steps), priority)
+        strands = self._routes.strands(transfer, storage, behind)
+        if transfer.behind:
+            strands = [after_tickets(transfer.behind, steps) for steps in strands]
+        return lane.submit(transfer, strands[0], priority, strands[1:])
 
     def order(self, ticket: Ticket, executors: tuple[object, ...]) -> None:
         ticket = _lane_ticket(ticket)
@@ -344,8 +362,8 @@ class TorchBackend:
     def _make_lanes(self) -> dict[Lane, tuple[Copier, StreamLane | ThreadLane]]:
         """The lanes, each with what copies on it; see [Note: Lanes]."""
         down, up = (
-            ThreadLane("to-nvme", runs_inline=False),
-            ThreadLane("from-nvme", runs_inline=False),
+            ThreadLane("to-nvme", runs_inline=False, num_workers=NUM_PLACES),
+            ThreadLane("from-nvme", runs_inline=False, num_workers=NUM_PLACES),
         )
         copiers: Sequence[Copier] = [CpuCopier()] * 4
         direct: list[StreamLane | ThreadLane]
@@ -366,11 +384,11 @@ class TorchBackend:
             Lane.R2D: (CpuCopier(), ThreadLane("recompute", runs_inline=True)),
         }
 
-    def _events(self, executors: tuple[object, ...]) -> list[torch.cuda.Event]:
-        """Marks what is queued on each executor now."""
+    def _events(self, executors: tuple[object, ...], *, blocking: bool) -> list[torch.cuda.Event]:
+        """Marks what is queued on each executor now; a host that waits for it sleeps or spins."""
         events = []
         for executor in executors:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
             event.record(stream_of(executor, self.device))
             events.append(event)
         return events
@@ -419,12 +437,3 @@ def _lane_ticket(ticket: object) -> LaneTicket:
     if not isinstance(ticket, LaneTicket):
         raise AssertionError(f"{type(ticket).__name__} is no LaneTicket")
     return ticket
-
-
-def _after(
-    waits: list[torch.cuda.Event], stream: torch.cuda.Stream, steps: Iterator[bool]
-) -> Iterator[bool]:
-    """Lets the copies come after what was queued elsewhere when the transfer was submitted."""
-    for event in waits:
-        stream.wait_event(event)
-    yield from steps
