@@ -1,4 +1,4 @@
-"""The mutations of what works on pages outside dispatch: collectives, and reads by pointer."""
+"""The mutations of what works on pages outside dispatch: collectives, pointers, other classes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from tools.mutation import Mutation
 __all__ = ["OUTSIDE_MUTATIONS"]
 
 _COLLECTIVES = "tests/tensor/test_collectives.py::test_"
+_CLASSES = "tests/trials/test_own_classes.py::test_"
 _READS = "tests/tensor/test_composite_reads.py::test_what_is_read_by_pointer_is_in_place"
 
 OUTSIDE_MUTATIONS = (
@@ -137,5 +138,50 @@ OUTSIDE_MUTATIONS = (
         "read(self, _Base.item) if _is_excluded(_python) else _Base.item(self)",
         "_Base.item(self)",
         _READS + "[tensor of floats-before]",
+    ),
+    # --- classes of the user's own ---
+    Mutation(
+        "what a class of its own lies on never leaves the device",
+        "tvm_pager/runtime/own_classes.py",
+        "            context.hold_for_good(data)\n",
+        "",
+        _CLASSES + "it_stays_on_the_device_which_is_said_once[Subclassed]",
+    ),
+    Mutation(
+        "what a class of its own lies on has no copies below",
+        "tvm_pager/runtime/own_classes.py",
+        "            context.core.written(page)  # perhaps, and nobody would see it\n",
+        "",
+        _CLASSES + "it_stays_on_the_device_which_is_said_once[Subclassed]",
+    ),
+    Mutation(
+        "Parameter's own maker keeps the class that it is asked for",
+        "tvm_pager/runtime/own_classes.py",
+        "            return _make_subclass_over(cls, data, requires_grad)\n",
+        "            pass\n",
+        _CLASSES + "a_parameter_of_its_own_class_can_be_made_in_a_pager[Inherited]",
+    ),
+    Mutation(
+        "as_subclass gives the class that it is asked for",
+        "tvm_pager/runtime/paged_tensor.py",
+        "        if issubclass(PagedTensor, cls):\n",
+        "        if cls is not None:\n",
+        _CLASSES + "a_parameter_of_its_own_class_can_be_made_in_a_pager[Viewed]",
+    ),
+    Mutation(
+        "lazy modules are no class of their own",
+        "tvm_pager/runtime/own_classes.py",
+        "    if page is not None and page.nbytes:",
+        "    if page is not None:",
+        _CLASSES + "lazy_modules_can_be_made_in_a_pager",
+    ),
+    Mutation(
+        "unpage takes the pages of other classes too",
+        "tvm_pager/runtime/adoption.py",
+        "            if page is not None and (context is None or page.pager is context):\n"
+        "                owner",
+        "            if page is not None and isinstance(tensor, PagedTensor):\n"
+        "                owner",
+        _CLASSES + "unpage_takes_their_bytes_out_of_the_books",
     ),
 )

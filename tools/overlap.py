@@ -109,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures one step and returns 0."""
     args = _parse(argv)
     is_cuda = args.torch_device.startswith("cuda")
-    with tvm_pager.Pager(args.budget, args.host, torch_device=args.torch_device) as pager:
+    with tvm_pager.Pager(
+        args.budget, args.host, policy=args.policy, torch_device=args.torch_device
+    ) as pager:
         trainer: Trainer | None = Trainer(args)
 
         def step() -> None:
@@ -146,6 +148,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--torch-device", default=device)
     parser.add_argument("--budget", default="20GB")
     parser.add_argument("--host", default="44GiB")
+    parser.add_argument("--policy", default="lru", help="one that plans needs a warm-up of 6")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--host-lines", type=int, default=25, help="of the host profile; 0: none")
     parser.add_argument("--trace", type=Path, help="write the timeline")

@@ -74,9 +74,8 @@ MUTATIONS = (
     Mutation(
         "a failed fetch leaves the copies below",
         "tvm_pager/memory/page_table.py",
-        "        self.device_used_bytes -= page.frame_bytes\n        enter(page, PageState.FAILED)",
-        "        self.device_used_bytes -= page.frame_bytes\n"
-        "        self._free_copies(page)\n        enter(page, PageState.FAILED)",
+        "        self._end_fetch(page, PageState.FAILED)",
+        "        self._free_copies(page)\n        self._end_fetch(page, PageState.FAILED)",
         _UNIT + "test_swap_directory.py::test_a_failed_read_can_be_tried_again[EIO]",
     ),
     Mutation(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,9 +18,12 @@ from tvm_pager import __version__
 from tvm_pager.config import ENGINES
 from tvm_pager.demo import DemoOptions, run_demo
 from tvm_pager.errors import PagerError
+from tvm_pager.estimate import command as trace_command
 from tvm_pager.observe.profile import command as profile_command
 from tvm_pager.observe.table import format_stats
+from tvm_pager.observe.timeline import Timeline
 from tvm_pager.script import Script, join_threads, report
+from tvm_pager.simulation import command as simulate_command
 from tvm_pager.verify import VerifyOptions, run_verify
 
 if TYPE_CHECKING:
@@ -73,6 +77,8 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_demo(commands)
     profile_command.add_parser(commands, _open_pager)
+    trace_command.add_parser(commands, _open_pager)
+    simulate_command.add_parser(commands)
     return parser
 
 
@@ -85,7 +91,7 @@ def _add_budgets(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nvme", metavar="DIR", help="directory of the swap file")
     parser.add_argument(
-        "--policy", default="lru", metavar="NAME", help="replacement policy (default: lru)"
+        "--policy", default="lru", metavar="NAME", help="or path/to/mine.py:Class (default: lru)"
     )
     parser.add_argument(
         "--torch-device", metavar="NAME", help='"cuda", "cuda:1" or "cpu" (default: cuda if any)'
@@ -101,6 +107,9 @@ def _add_run(commands: Any) -> None:
     )
     _add_pager_options(parser)
     parser.add_argument("--no-table", action="store_true", help="print no table at exit")
+    parser.add_argument(
+        "--timeline", metavar="FILE.json", help="what happened when, for ui.perfetto.dev"
+    )
     _add_script(parser)
     parser.set_defaults(command=_run)
 
@@ -226,19 +235,26 @@ def _run(arguments: argparse.Namespace) -> int:
     script = Script(arguments.script, arguments.arguments, arguments.is_module)
     from tvm_pager.api import Pager  # torch comes with it
 
-    pager = Pager(config=arguments.config, **_pager_options(arguments))
+    with contextlib.ExitStack() as stack:
+        timeline = None
+        if arguments.timeline is not None:
+            timeline = stack.enter_context(Timeline(arguments.timeline))
+        pager = Pager(config=arguments.config, sink=timeline, **_pager_options(arguments))
+        return _run_paged(script, stack.enter_context(pager), arguments)
+
+
+def _run_paged(script: Script, pager: Pager, arguments: argparse.Namespace) -> int:
     threads_before = set(threading.enumerate())
     handlers_before = atexit._ncallbacks()
-    with pager:
-        try:
-            exit_code = _run_script(script)
-        finally:
-            join_threads(threads_before)
-            if not arguments.no_table:
-                _print_table(pager)
-            # The process is about to end, and reading everything back would be for nobody; unless
-            # the script has left a handler for the exit, which may save what it trained.
-            pager.close(restore=atexit._ncallbacks() > handlers_before)
+    try:
+        exit_code = _run_script(script)
+    finally:
+        join_threads(threads_before)
+        if not arguments.no_table:
+            _print_table(pager)
+        # The process is about to end, and reading everything back would be for nobody; unless the
+        # script has left a handler for the exit, which may save what it trained.
+        pager.close(restore=atexit._ncallbacks() > handlers_before)
     return exit_code
 
 

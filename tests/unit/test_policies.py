@@ -1,11 +1,9 @@
-"""LRU and CLOCK by hand, what every policy owes, where policies come from, and the fallback."""
+"""LRU and CLOCK by hand, and the fallback."""
 
 from __future__ import annotations
 
 import copy
-from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +17,7 @@ from tvm_pager.planning import (
     Policy,
     Tier,
     View,
-    available_policies,
     load_policy,
-    registry,
 )
 
 
@@ -80,32 +76,6 @@ def test_none_leaves_a_policy_unchanged(name: str) -> None:
     before = copy.deepcopy(vars(policy))
     assert victims(policy, 20, FakeView({1, 2})) is None
     assert vars(policy) == before
-
-
-def test_unknown_names_are_answered_with_the_known_ones() -> None:
-    with pytest.raises(PolicyError, match="clock, lru"):
-        load_policy("fifo")
-    assert {"clock", "lru"} <= set(available_policies())
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "match"),
-    [
-        ("mine", ["json:JSONDecoder"], "not a subclass"),
-        ("mine", ["no_such_module:Mine"], "cannot be imported"),
-        ("mine", ["a:B", "c:D"], "uninstall all but one"),
-        ("lru", ["a:B"], "built in"),
-    ],
-)
-def test_entry_points_that_cannot_be_policies_are_refused(
-    name: str, values: list[str], match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def points(**_: Any) -> list[EntryPoint]:
-        return [EntryPoint(name, value, registry.ENTRY_POINT_GROUP) for value in values]
-
-    monkeypatch.setattr(registry, "entry_points", points)
-    with pytest.raises(PolicyError, match=match):
-        load_policy(name)
 
 
 def eight_pages() -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from tvm_pager.runtime.collectives import (
     is_functional,
     run_functional,
 )
+from tvm_pager.runtime.inference import below_dispatch
 from tvm_pager.runtime.lists import run_split
 from tvm_pager.runtime.results import (
     compare_sizes,
@@ -78,7 +79,7 @@ def run_operator(
     elif active is not None and (active.is_cpu or _is_on(active, args, kwargs, unpaged)):
         context = active
     else:
-        with _guard():
+        with below_dispatch(plan):
             out = func(*args, **(kwargs or {}))
         if plan.is_foreach and plan.writes:
             count_versions(written_tensors(plan, args, kwargs))
@@ -156,7 +157,7 @@ def _run_locked(call: Call, new_bytes: int, probe: _Probe | None = None) -> Any:
         if context.current_executor is not None:
             for page in pages:
                 context.note_executor(page)
-        with _guard():
+        with below_dispatch(plan):
             if probe is not None:
                 probe.start()
             created_before = table.created_bytes  # now: while we waited, others created as well
@@ -264,7 +265,7 @@ def _run_unlocked(call: Call) -> Any:
         core.device_policy.journal.append(list(distinct))  # which others append to
     try:
         timer = None if call.entry is None else OpTimer(is_cpu=context.is_cpu)
-        with _guard():
+        with below_dispatch(plan):
             # Perhaps Python code of others, which may wait; not `call.execute`, which is ours.
             out = interruptible(partial(call.func, *call.args, **(call.kwargs or {})))
         if timer is not None and call.entry is not None:
@@ -277,7 +278,7 @@ def _run_unlocked(call: Call) -> Any:
             core.unpin(distinct)  # not before they are held
             compare_sizes(context, written)  # before another thread can evict them
     with core.lock:
-        with _guard():
+        with below_dispatch(plan):
             out = wrap(context, plan, out, call.args, call.unpaged)
         core.sample_overhead()
         if core.free_bytes < 0:

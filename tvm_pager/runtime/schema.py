@@ -25,6 +25,7 @@ import torch
 
 from tvm_pager.errors import UnpageableError
 from tvm_pager.runtime.bindings import binding_of
+from tvm_pager.runtime.inference import with_views
 
 __all__ = [
     "KEPT_BY_RESULT",
@@ -139,6 +140,7 @@ class OperatorPlan:
     is_seeded: bool  # draws random numbers
     is_foreign: bool  # of another namespace, undeclared: counts as writing all tensor arguments
     is_foreach: bool
+    is_whole: bool  # inference mode dispatches it whole, its views and versions not yet noted
     is_native: bool  # an aten operator: runs under the pager's lock, since it waits for nobody
     has_storage_args: bool  # takes a bare Storage, which no tensor argument names
     kept: tuple[int, ...]  # the arguments that its result keeps; see KEPT_BY_RESULT
@@ -254,6 +256,8 @@ def _build(func: torch._ops.OpOverload) -> OperatorPlan:
     elif not written and not _is_declared(schema.name):
         is_foreign = bool(tensors or lists)
         written.update(tensors, lists)
+    is_composite = _has_kernel(name, "CompositeImplicitAutograd")
+    is_whole = is_composite and not _has_kernel(name, "ADInplaceOrView")  # as `chunk` has
     returns_alias = any(result.alias_info is not None for result in schema.returns)
     tags = func.tags
     return OperatorPlan(
@@ -277,13 +281,14 @@ def _build(func: torch._ops.OpOverload) -> OperatorPlan:
             or "resize" in schema.name
             # `contiguous`, `reshape`, `to` say alias and mean perhaps; inference mode dispatches
             # them whole
-            or (not written and _is_composite(name))
+            or (not written and is_composite)
         ),
         is_view=returns_alias and not written,
         is_pointwise=torch.Tag.pointwise in tags,
         is_seeded=torch.Tag.nondeterministic_seeded in tags,
         is_foreign=is_foreign,
         is_foreach=name.startswith("aten::_foreach_"),
+        is_whole=is_whole,
         is_native=name.startswith("aten::"),
         has_storage_args="storage" in kinds,
         kept=tuple(names.index(argument) for argument in KEPT_BY_RESULT.get(schema.name, ())),
@@ -295,18 +300,16 @@ def _build(func: torch._ops.OpOverload) -> OperatorPlan:
             and bool(tensors)
             and not any(arguments[position].kwarg_only for position in (*written, *tensors))
             and not any(word in schema.name for word in ("resize", "set_", "lift_fresh"))
-            and not (returns_alias and not written and _is_composite(name))
+            and not (returns_alias and not written and is_composite)
             and schema.name not in KEPT_BY_RESULT
         ),
         operator=func,
-        call=binding_of(func),
+        call=with_views(binding_of(func)) if is_whole else binding_of(func),
     )
 
 
-def _is_composite(name: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(
-        name.removesuffix(".default"), "CompositeImplicitAutograd"
-    )
+def _has_kernel(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name.removesuffix(".default"), key)
 
 
 def _kind(type_: object) -> str:

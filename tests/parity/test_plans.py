@@ -1,0 +1,33 @@
+"""Programs of the suite under policies that plan, long enough to be planned: the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.parity.cases import MODELS
+from tests.parity.harness import same
+
+NUM_STEPS = 7  # the fourth is the first that can follow a plan
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "tests.model.tiny_planner:TinyPlanner"])
+@pytest.mark.parametrize("name", ["mlp", "cnn-2d", "llama-tied", "experts", "llama-generate"])
+@pytest.mark.parametrize("nvme", [False, True], ids=["dram", "nvme"])
+def test_a_planned_program_matches_plain_torch(
+    name: str, policy: str, nvme: bool, tmp_path: Path
+) -> None:
+    program = dataclasses.replace(MODELS[name], num_steps=NUM_STEPS)
+    stats = same(program, tmp_path=tmp_path, nvme=nvme, policy=policy, use_cache=False)
+    assert "iterations followed to the end" in stats.plans
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama-tied"])
+def test_pages_that_go_to_nvme_and_come_back_by_host_memory(name: str, tmp_path: Path) -> None:
+    program = dataclasses.replace(MODELS[name], num_steps=NUM_STEPS)
+    policy = "tests.model.tiny_planner:TinyStager"
+    stats = same(program, tmp_path=tmp_path, nvme=True, policy=policy, use_cache=False)
+    assert stats.bytes_by_lane["d2n"] > 0
+    assert stats.bytes_by_lane["n2h"] > 0
