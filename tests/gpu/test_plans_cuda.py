@@ -54,9 +54,9 @@ def test_generation_is_followed_token_by_token(profile: str, tmp_path: Path) -> 
 def test_device_times_and_workspaces_are_recorded(tmp_path: Path) -> None:
     program = Trained(make=ADAMW, num_steps=1)
     with open_pager(tmp_path, device=settled_bytes() + (2 << 30)) as pager:
-        model, optimizer = program.build()
-        pager.record()
         with torch.device("cuda"):
+            model, optimizer = program.build()
+            pager.record()
             for index in range(4):
                 program.step(model, optimizer, index)
             torch.zeros(1)  # the first operation of the next iteration

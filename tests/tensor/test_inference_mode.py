@@ -17,6 +17,11 @@ from torch.nn import functional as F
 
 from tests.trials.harness import assert_equal, frozen, small_pager
 
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(32, 4, 48, batch_first=True).eval()
+
+
 # Name -> what is called with a weight, a batch whose strides cannot be folded, and a square matrix.
 CASES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
     # Folds the batch into one product, as the transposed weight requires a gradient.
@@ -38,6 +43,8 @@ CASES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
     "dropout_": lambda w, x, v: F.dropout(v, 0.5, inplace=True),
     "square out": lambda w, x, v: torch.square(v, out=v),
     "atleast_2d": lambda w, x, v: torch.atleast_2d(v[0]),
+    # One operator, whose kernel is made of others.
+    "encoder layer": lambda w, x, v: encoder()(x),
     "einsum": lambda w, x, v: torch.einsum("abc,dc->abd", x, w),
 }
 
