@@ -45,7 +45,7 @@ CASES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
     "atleast_2d": lambda w, x, v: torch.atleast_2d(v[0]),
     # One operator, whose kernel is made of others.
     "encoder layer": lambda w, x, v: encoder()(x),
-    "einsum": lambda w, x, v: torch.einsum("abc,dc->abd", x, w),
+    "einsum": lambda w, x, v: torch.einsum("ijk,lk->ijl", x, w),
 }
 
 

@@ -67,10 +67,8 @@ def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _summary(numbers: Mapping[str, Any]) -> str:
-    return (
-        f"tvm_pager: {numbers['num_operations']:,} operations, {numbers['num_pages']:,} pages, "
-        f"engine {numbers['engine']}"
-    )
+    text = f"tvm_pager: {numbers['num_operations']:,} operations, {numbers['num_pages']:,} pages"
+    return f"{text}, engine {numbers['engine']}" if numbers["engine"] else text
 
 
 def _tier_rows(numbers: Mapping[str, Any]) -> list[list[str]]:

@@ -75,6 +75,7 @@ class Iterations:
         self._watch: Callable[[str, Sequence[Page]], bool] | None = None
         self._is_over: Callable[[], bool] | None = None  # else the iteration goes on
         self._num_asked = 0  # iterations to be recorded in any case
+        self._told = ""  # the last summary that somebody has asked for
         self._is_closed = False
         self._num_evicted = 0
 
@@ -159,13 +160,14 @@ class Iterations:
         self._stop_recording()
         self._is_closed, self._is_over, self.follower = True, None, None
         self._listen(None)
-        summary = self.summary()
-        if summary and self.planner.wants_traces:
+        told, summary = self._told, self.summary()
+        if summary and summary != told and self.planner.wants_traces:
             self._pager.notice(summary)
 
     def summary(self) -> str:
         """One line for people; "" where nothing was recorded."""
-        return self.outcomes.summary(len(self._known), self.runner.reasons)
+        self._told = self.outcomes.summary(len(self._known), self.runner.reasons)
+        return self._told
 
     # --- what others ask -------------------------------------------------------------------------
 
