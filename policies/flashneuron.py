@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from tvm_pager.planning import MovementPlan, PageKind, Phase, Policy, Tier
 from tvm_pager.planning.absences import Pressure, absences
-from tvm_pager.planning.lane_times import TierRoom, disk_rates
+from tvm_pager.planning.lane_times import TierRoom
+from tvm_pager.planning.lanes import disk_rates
 from tvm_pager.planning.placement import place
 from tvm_pager.planning.trace_index import TraceIndex
 

@@ -151,6 +151,12 @@ class Page(_BirthFields):
         )
 
     @property
+    def can_be_fetched(self) -> bool:
+        """Whether a fetch may begin: it is off the device, and no copy beside it is in the way."""
+        state = self.state
+        return state is PageState.EVICTED or state is PageState.LEAVING or state is PageState.FAILED
+
+    @property
     def has_source(self) -> bool:
         """Whether its bytes can be had again without any frame."""
         return self.backing is Backing.FILE or self.backing is Backing.RECIPE

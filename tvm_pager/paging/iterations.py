@@ -249,7 +249,7 @@ class Iterations:
             self.outcomes.counts["complete"] += 1
             self._stop_recording()
             self.runner.run(follower.index)
-            self.runner.keep_for_next(follower.index)
+            self.runner.stop(keep_from=follower.index)
             follower.learn()
             created_bytes = self.outcomes.created(self._pager.table.created_bytes)
             if follower.is_exact and created_bytes > follower.known.created_bytes * _GROWTH:

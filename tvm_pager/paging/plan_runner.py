@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["PlanRunner"]
 
 _DEAD, _RESIDENT, _FETCHING = PageState.DEAD, PageState.RESIDENT, PageState.FETCHING
-_ABSENT = frozenset({PageState.EVICTED, PageState.LEAVING, PageState.FAILED})
 _REAP_EVERY = 4  # operations: asking whether a copy has ended costs as much as one of them
 
 
@@ -136,26 +135,20 @@ class PlanRunner:
         if not all(ticket.is_certain or ticket.done() for ticket in page.tickets):
             self.late.append(number)
 
-    def stop(self) -> None:
-        """Follows the plan no longer: fetches that found no use are called off or released."""
-        self._book = None
-        self._forget_moves()
-        for number in self.unused:
-            page = self._pages[number]
-            if page is not None:
-                self._unwanted.append(page)
-        self.unused.clear()
-        self.release_unwanted()
+    def stop(self, *, keep_from: int | None = None) -> None:
+        """Follows the plan no longer: fetches that found no use are called off or released.
 
-    def keep_for_next(self, num_ops: int) -> None:
-        """The iteration is over, as planned: only fetches for the next one may be unused."""
-        for number, deadline in list(self.unused.items()):
-            page = self._pages[number]
-            if deadline < num_ops and page is not None:
-                self._unwanted.append(page)
+        Args:
+            keep_from: those with this deadline or a later one stay: the iteration is over, as
+                planned, and they are for the next one.
+        """
         self._book = None
-        self.unused.clear()
         self._forget_moves()
+        for number, deadline in self.unused.items():
+            page = self._pages[number]
+            if page is not None and (keep_from is None or deadline < keep_from):
+                self._unwanted.append(page)
+        self.unused.clear()
         self.release_unwanted()
 
     def release_unwanted(self) -> bool:
@@ -175,10 +168,6 @@ class PlanRunner:
                 with contextlib.suppress(TransferError):
                     has_freed |= pager.mover.evict(page)
         return has_freed
-
-    def is_leaving(self, number: int) -> bool:
-        """Whether the page is on its way out by the plan."""
-        return number in self.leaving
 
     def _forget_moves(self) -> None:
         self.leaving.clear()
@@ -220,7 +209,7 @@ class PlanRunner:
     def _evict(self, action: Evict, moment: int) -> None:
         self.leaving[action.page] = action
         page = self._pages[action.page]
-        if page is not None and page.state is _RESIDENT and not page.is_clean:
+        if page is not None:
             self._write_back(page, action.to)
 
     def _write_back(self, page: Page, to: Tier | None) -> None:
@@ -281,7 +270,7 @@ class PlanRunner:
                 self._retry_at = 0
                 self._drop(action.page, "no room for a fetch up to its deadline")
                 continue
-            if page.state not in _ABSENT:
+            if not page.can_be_fetched:
                 kept.append(entry)  # a copy to or from the disk is in the way
                 continue
             if not self._has_room(page, moment, action.deadline):

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Prefetcher"]
 
-_ABSENT = frozenset({PageState.EVICTED, PageState.LEAVING, PageState.FAILED})
-
 
 class Prefetcher:
     """Starts prefetches, and calls them off where a request needs their room. The lock is held."""
@@ -38,12 +36,12 @@ class Prefetcher:
         """
         pager = self._pager
         pager.drain()
-        if page.state not in _ABSENT:
+        if not page.can_be_fetched:
             return False
         wanted_bytes = page.frame_bytes + pager.admission.largest_need_bytes
         if may_evict and not pager.reservations.queue and pager.free_bytes < wanted_bytes:
             pager.evictor.evict_some(wanted_bytes - pager.free_bytes)
-            if page.state not in _ABSENT:
+            if not page.can_be_fetched:
                 return False
         if (
             pager.free_bytes - page.frame_bytes < pager.admission.largest_need_bytes

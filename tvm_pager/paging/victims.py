@@ -52,7 +52,7 @@ def _rank(follower: Follower, runner: PlanRunner, number: int, distance: float) 
     """Groups in which pages leave: 0 goes first."""
     known, now = follower.known, follower.index
     book = known.book
-    if runner.is_leaving(number):
+    if number in runner.leaving:
         return 0
     if book is not None:
         if book.is_kept(number, now):

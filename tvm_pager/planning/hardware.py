@@ -10,17 +10,16 @@ Pure values. `tvm_pager/observe/profile/` measures them, docs/performance.md say
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from tvm_pager.errors import ConfigError
 from tvm_pager.planning.decoding import decode
 from tvm_pager.planning.rates import Curve, Figure, LinkRate  # noqa: TC001  # read by `decode`
+from tvm_pager.planning.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -263,22 +262,11 @@ class HardwareProfile:
         Raises:
             ConfigError: it cannot be written.
         """
-        temporary = None
         try:
-            descriptor, temporary = tempfile.mkstemp(
-                dir=os.path.dirname(os.path.abspath(path)), prefix=".tvm_pager-"
-            )
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
-            os.replace(temporary, path)
-            temporary = None
+            write_whole(path, self.to_json().encode())
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigError(f"hardware profile {path} cannot be written: {reason}") from error
-        finally:
-            if temporary is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
 
 
 def _check_counts(owner: Any, *names: str) -> None:

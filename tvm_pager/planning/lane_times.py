@@ -6,21 +6,14 @@ from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING, Self
 
 from tvm_pager.memory import Tier
-from tvm_pager.planning.lanes import D2H, D2N, H2D, N2D, LaneRates
+from tvm_pager.planning.lanes import D2H, D2N, H2D, N2D, disk_rates, lane_rates
 
 if TYPE_CHECKING:
-    from tvm_pager.planning.hardware import DiskRates, HardwareProfile
+    from tvm_pager.planning.hardware import HardwareProfile
     from tvm_pager.planning.limits import Limits
     from tvm_pager.planning.trace import Trace
 
-__all__ = ["Clock", "LaneTimes", "TierRoom", "disk_rates"]
-
-
-def disk_rates(hardware: HardwareProfile, limits: Limits) -> DiskRates | None:
-    """The rates of the disk that the limits allow; None: there is none, or none was measured."""
-    if limits.nvme_bytes <= 0:
-        return None
-    return next((disk for disk in hardware.disks if disk.engine == limits.disk_engine), None)
+__all__ = ["Clock", "LaneTimes", "TierRoom"]
 
 
 class Clock:
@@ -74,7 +67,7 @@ class LaneTimes:
 
     def __init__(self, hardware: HardwareProfile, limits: Limits) -> None:
         self.disk = disk_rates(hardware, limits)
-        self._rates = LaneRates(hardware, None if self.disk is None else limits.disk_engine)
+        self._rates = lane_rates(hardware, limits)
 
     def out_ns(self, nbytes: int, to: Tier | None) -> int:
         """From the device to the tier; None: the host."""

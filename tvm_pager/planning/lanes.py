@@ -19,11 +19,22 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from tvm_pager.planning.hardware import HardwareProfile
+    from tvm_pager.planning.hardware import DiskRates, HardwareProfile
     from tvm_pager.planning.limits import Limits
     from tvm_pager.planning.rates import LinkRate
 
-__all__ = ["D2H", "D2N", "H2D", "LANE_NAMES", "N2D", "Job", "LaneRates", "Lanes", "lane_rates"]
+__all__ = [
+    "D2H",
+    "D2N",
+    "H2D",
+    "LANE_NAMES",
+    "N2D",
+    "Job",
+    "LaneRates",
+    "Lanes",
+    "disk_rates",
+    "lane_rates",
+]
 
 H2D: Final = 0
 D2H: Final = 1
@@ -76,6 +87,13 @@ class LaneRates:
         return self.seconds(lane, nbytes) * self.slowdowns[lane]
 
 
+def disk_rates(hardware: HardwareProfile, limits: Limits) -> DiskRates | None:
+    """The rates of the disk that the limits allow; None: there is none, or none was measured."""
+    if limits.nvme_bytes <= 0:
+        return None
+    return next((disk for disk in hardware.disks if disk.engine == limits.disk_engine), None)
+
+
 def lane_rates(hardware: HardwareProfile, limits: Limits, slowness: float = 1.0) -> LaneRates:
     """The lanes that the limits allow: those to a disk only if there is one that was measured.
 
@@ -84,10 +102,8 @@ def lane_rates(hardware: HardwareProfile, limits: Limits, slowness: float = 1.0)
         limits: whether there is a swap file, and on which disk.
         slowness: how much longer everything takes than was measured.
     """
-    has_disk = limits.nvme_bytes > 0 and any(
-        disk.engine == limits.disk_engine for disk in hardware.disks
-    )
-    return LaneRates(hardware, limits.disk_engine if has_disk else None, slowness)
+    disk = disk_rates(hardware, limits)
+    return LaneRates(hardware, None if disk is None else disk.engine, slowness)
 
 
 class Job:

@@ -7,11 +7,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
-import tempfile
 import zlib
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tvm_pager.errors import TraceError
 from tvm_pager.memory import PageKind
 from tvm_pager.planning.trace import Phase, Trace, TraceOp, TracePage
+from tvm_pager.planning.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,22 +40,11 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
         TraceError: the file cannot be written.
     """
     text = json.dumps(_to_columns(trace), separators=(",", ":"))
-    temporary = None
     try:
-        descriptor, temporary = tempfile.mkstemp(
-            dir=os.path.dirname(os.path.abspath(path)), prefix=".tvm_pager-"
-        )
-        with open(descriptor, "wb") as file:
-            file.write(gzip.compress(text.encode(), mtime=0))
-        os.replace(temporary, path)
-        temporary = None
+        write_whole(path, gzip.compress(text.encode(), mtime=0))
     except OSError as error:
         reason = error.strerror or str(error)
         raise TraceError(f"trace {os.fspath(path)} cannot be written: {reason}") from error
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
 
 
 def load(path: str | os.PathLike[str]) -> Trace:
