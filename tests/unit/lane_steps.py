@@ -73,3 +73,26 @@ def over(ticket: LaneTicket) -> LaneTicket:
 def still_waits(future: Future[None]) -> bool:
     time.sleep(0.02)
     return not future.done()
+
+
+# Part of a script with `lane`, `tickets`, `a_transfer` and `stuck`: a child that is forked now
+# waits for nothing.
+FORK_AND_LOOK = """
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    for ticket in tickets + [lane.submit(a_transfer(), stuck(), Priority.FAULT)]:
+        assert ticket.done()
+        assert not lane.cancel(ticket)
+        try:
+            ticket.wait()
+        except TransferError as error:
+            assert error.errno == errno.EBADF, error
+        else:
+            raise AssertionError("no error")
+    lane.close()
+    print("child: fine", flush=True)
+    raise SystemExit
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+"""

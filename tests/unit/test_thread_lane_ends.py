@@ -18,6 +18,7 @@ from tests.interpreter import run_program
 from tests.leaks import pager_threads
 from tests.unit.lane_steps import (
     FAULT,
+    FORK_AND_LOOK,
     PATIENCE_S,
     PREFETCH,
     WRITE_BACK,
@@ -296,7 +297,8 @@ def test_many_threads_share_a_lane(lane: ThreadLane, monkeypatch: pytest.MonkeyP
 
 # --- fork -----------------------------------------------------------------------------------------
 
-_FORK = """
+_FORK = (
+    """
 import errno, os, signal, sys, threading
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer.protocol import Lane, Piece, Priority, Transfer
@@ -329,23 +331,9 @@ tickets = [half, lane.submit(a_transfer(), stuck(), Priority.FAULT)]
 queued.set()
 inside.wait()
 tickets.append(lane.submit(a_transfer(), stuck(), Priority.PREFETCH))
-child = os.fork()
-if child == 0:
-    signal.alarm(20)
-    for ticket in tickets + [lane.submit(a_transfer(), stuck(), Priority.FAULT)]:
-        assert ticket.done()
-        assert not lane.cancel(ticket)
-        try:
-            ticket.wait()
-        except TransferError as error:
-            assert error.errno == errno.EBADF, error
-        else:
-            raise AssertionError("no error")
-    lane.close()
-    print("child: fine", flush=True)
-    raise SystemExit
-_, status = os.waitpid(child, 0)
-assert status == 0, status
+"""
+    + FORK_AND_LOOK
+    + """
 let.set()
 in_flight.set()
 lane.close()
@@ -353,6 +341,7 @@ for ticket in tickets:
     ticket.wait()
 print("parent: fine")
 """
+)
 
 
 @pytest.mark.parametrize("runs_inline", [True, False])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.interpreter import run_program
-from tests.unit.lane_steps import PATIENCE_S, a_transfer
+from tests.unit.lane_steps import FORK_AND_LOOK, PATIENCE_S, a_transfer
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer import thread_lane
 from tvm_pager.transfer.protocol import Priority
@@ -107,7 +107,8 @@ def test_many_threads_share_two_workers(lane: ThreadLane, monkeypatch: pytest.Mo
 
 # --- fork -----------------------------------------------------------------------------------------
 
-_FORK = """
+_FORK = (
+    """
 import errno, os, signal, threading
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer.protocol import Lane, Piece, Priority, Transfer
@@ -127,28 +128,16 @@ lane = ThreadLane("test", runs_inline=False, num_workers=2)
 tickets = [lane.submit(a_transfer(), stuck(), Priority.PREFETCH) for _ in range(3)]
 for _ in range(2):
     inside.acquire()
-child = os.fork()
-if child == 0:
-    signal.alarm(20)
-    for ticket in tickets + [lane.submit(a_transfer(), stuck(), Priority.FAULT)]:
-        assert ticket.done() and not lane.cancel(ticket)
-        try:
-            ticket.wait()
-        except TransferError as error:
-            assert error.errno == errno.EBADF, error
-        else:
-            raise AssertionError("no error")
-    lane.close()
-    print("child: fine", flush=True)
-    raise SystemExit
-_, status = os.waitpid(child, 0)
-assert status == 0, status
+"""
+    + FORK_AND_LOOK
+    + """
 let.release(3)
 lane.close()
 for ticket in tickets:
     ticket.wait()
 print("parent: fine")
 """
+)
 
 
 def test_a_forked_child_waits_for_neither_worker() -> None:
