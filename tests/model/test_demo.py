@@ -9,6 +9,8 @@ import re
 import signal
 import subprocess
 import sys
+import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,14 @@ def test_a_resized_storage_counts_at_its_new_size_and_ids_may_repeat() -> None:
         for _ in range(100):
             torch.zeros(50)
         assert (footprint.live_bytes, footprint.peak_bytes) == (0, 400)
+
+
+def test_the_release_of_a_storage_runs_no_python_in_which_an_interrupt_could_be_lost() -> None:
+    with Footprint("cpu"):
+        storage = torch.empty(100).untyped_storage()
+        callbacks = [ref.__callback__ for ref in weakref.getweakrefs(storage)]
+    assert len(callbacks) == 1
+    assert isinstance(callbacks[0], types.BuiltinMethodType)
 
 
 # --- budgets, text, digests --------------------------------------------------------------------

@@ -8,9 +8,9 @@ of what plain torch needs.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,30 +22,49 @@ if TYPE_CHECKING:
 __all__ = ["Footprint"]
 
 
+class _StorageRef(weakref.ref["torch.UntypedStorage"]):
+    """A weak reference that still knows its storage's key and size once that is gone."""
+
+    __slots__ = ("key", "nbytes")
+
+    key: int
+    nbytes: int
+
+
 class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the live storages of one device type: `live_bytes` now, `peak_bytes` at worst.
 
     Args:
         device_type: storages elsewhere are not counted.
         tensors: made before; counted from the start.
+
+    Attributes:
+        peak_bytes: the most that was alive at the end of one operation.
     """
 
-    live_bytes: int
     peak_bytes: int
 
     def __init__(self, device_type: str = "cpu", tensors: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = 0
         self.peak_bytes = 0
+        self._live_bytes = 0
         self._device_type = device_type
-        # By id of the storage's Python object, which torch keeps as long as the storage itself. The
-        # weak reference takes its entry out before the id can be used again.
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        # Backward runs operations, and releases storages, on threads of its own; a release can also
-        # happen inside `_count`, so the lock is re-entrant.
-        self._lock = threading.RLock()
+        # By id of the storage's Python object, which torch keeps as long as the storage itself. An
+        # id can be used again: entries of what was released are taken out before one is looked up.
+        self._storages: dict[int, _StorageRef] = {}
+        # The callback of the weak references is `append` itself: in one written in Python, Ctrl-C
+        # would be raised, reported as "Exception ignored", and lost.
+        self._released: deque[weakref.ref[torch.UntypedStorage]] = deque()
+        self._lock = threading.Lock()  # backward runs operations on threads of its own
         for tensor in tensors:
             self._count(tensor)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the counted storages that torch has not released."""
+        with self._lock:
+            self._take_out_released()
+            return self._live_bytes
 
     def __torch_dispatch__(
         self,
@@ -67,17 +86,18 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         key, nbytes = id(storage), storage.nbytes()
         with self._lock:
+            self._take_out_released()
             known = self._storages.get(key)
-            if known is not None and known[1] == nbytes:
-                return
-            if known is not None:
-                reference = known[0]  # and its size is another: the storage was resized
-            else:
-                reference = weakref.ref(storage, functools.partial(self._release, key))
-            self._storages[key] = (reference, nbytes)
-            self.live_bytes += nbytes - (known[1] if known else 0)
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            if known is None:
+                known = self._storages[key] = _StorageRef(storage, self._released.append)
+                known.key, known.nbytes = key, 0
+            self._live_bytes += nbytes - known.nbytes  # a known storage can have been resized
+            known.nbytes = nbytes
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
-    def _release(self, key: int, _: weakref.ref[torch.UntypedStorage]) -> None:
-        with self._lock:
-            self.live_bytes -= self._storages.pop(key)[1]
+    def _take_out_released(self) -> None:
+        while self._released:
+            reference = self._released.popleft()
+            assert isinstance(reference, _StorageRef)
+            self._live_bytes -= reference.nbytes
+            del self._storages[reference.key]
