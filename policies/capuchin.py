@@ -21,13 +21,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tvm_pager.planning import IterationReport, MovementPlan, PageKind, Policy
-from tvm_pager.planning.absences import Absence, Pressure, absences, reachable_bytes
-from tvm_pager.planning.busy_lane import BusyLane
-from tvm_pager.planning.lane_times import Clock, LaneTimes, TierRoom
-from tvm_pager.planning.placement import place
+from tvm_pager.planning.hardware.busy_lane import BusyLane
+from tvm_pager.planning.hardware.lane_times import Clock, LaneTimes, TierRoom
 from tvm_pager.planning.plan import Fetch
-from tvm_pager.planning.replays import Replays
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.rules.absences import Absence, Pressure, absences, reachable_bytes
+from tvm_pager.planning.rules.placement import place
+from tvm_pager.planning.rules.replays import Replays
+from tvm_pager.planning.traces.trace_index import TraceIndex
 
 if TYPE_CHECKING:
     from tvm_pager.planning import HardwareProfile, Limits, Trace

@@ -15,11 +15,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tvm_pager.planning import MovementPlan, PageKind, Phase, Policy, Tier
-from tvm_pager.planning.absences import Pressure, absences
-from tvm_pager.planning.lane_times import TierRoom
-from tvm_pager.planning.lanes import disk_rates
-from tvm_pager.planning.placement import place
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.hardware.lane_times import TierRoom
+from tvm_pager.planning.hardware.lanes import disk_rates
+from tvm_pager.planning.rules.absences import Pressure, absences
+from tvm_pager.planning.rules.placement import place
+from tvm_pager.planning.traces.trace_index import TraceIndex
 
 if TYPE_CHECKING:
     from tvm_pager.planning import HardwareProfile, Limits, Trace

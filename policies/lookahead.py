@@ -3,8 +3,8 @@
 It plans a whole iteration from its trace. Which pages are absent when is a covering problem, solved
 within a percent of the fewest bytes that can move at all; when they leave and return comes from a
 list schedule of all copies beside the operations, on the measured rates of the machine; what
-operations waited for changes what the next choice counts. `tvm_pager/planning/planner.py` and the
-files that it names say how.
+operations waited for changes what the next choice counts. `tvm_pager/planning/search/planner.py`
+and the files that it names say how.
 
 On demand, where the plan did not foresee something, it is `belady`.
 
@@ -23,7 +23,7 @@ from tvm_pager.policies.belady import Belady
 
 if TYPE_CHECKING:
     from tvm_pager.planning import HardwareProfile, IterationReport, Limits, MovementPlan, Trace
-    from tvm_pager.planning.planner import Planner
+    from tvm_pager.planning.search.planner import Planner
 
 __all__ = ["Lookahead"]
 
@@ -47,7 +47,7 @@ class Lookahead(Belady):
         self._slowness = 1.0
 
     def plan(self, trace: Trace, hardware: HardwareProfile, limits: Limits) -> MovementPlan | None:
-        from tvm_pager.planning.planner import Planner  # needs numpy
+        from tvm_pager.planning.search.planner import Planner  # needs numpy
 
         planner = self._planner
         if planner is None or planner.trace is not trace or planner.hardware is not hardware:

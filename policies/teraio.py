@@ -23,11 +23,11 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
 from tvm_pager.planning import Fetch, MovementPlan, Policy, Tier
-from tvm_pager.planning.absences import Absence, Pressure, Relief, absences
-from tvm_pager.planning.busy_lane import BusyLane
-from tvm_pager.planning.lane_times import Clock, LaneTimes, TierRoom
-from tvm_pager.planning.placement import place
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.hardware.busy_lane import BusyLane
+from tvm_pager.planning.hardware.lane_times import Clock, LaneTimes, TierRoom
+from tvm_pager.planning.rules.absences import Absence, Pressure, Relief, absences
+from tvm_pager.planning.rules.placement import place
+from tvm_pager.planning.traces.trace_index import TraceIndex
 
 if TYPE_CHECKING:
     from tvm_pager.planning import HardwareProfile, Limits, Trace

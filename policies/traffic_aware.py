@@ -6,7 +6,7 @@ and come in the order of need as soon as there is room; gradients leave as soon 
 the host updates during backward. Activations are ranked by the computation that swapping them saves
 per byte; the number of the first ones that makes the iteration shortest is swapped, to host memory
 up to what is free there and to NVMe from then on, and the others are computed again. The model is
-in planning/iteration_model.py, and compared with the published step times by tools/ratel_table.py.
+in planning/cost/iteration_model.py; tools/ratel_table.py compares it with the published step times.
 
 Simplified: the ranking is of pages, not of layers. Weights and states lie in host memory as far as
 it goes and on NVMe beyond that, not on NVMe only. Where everything fits nothing moves.
@@ -17,15 +17,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tvm_pager.planning import MovementPlan, PageKind, Policy
-from tvm_pager.planning.below import STATE_KINDS, Below
-from tvm_pager.planning.iteration_model import SwapCandidate, choose_swaps
-from tvm_pager.planning.placement import place
-from tvm_pager.planning.replays import Replays
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.cost.iteration_model import SwapCandidate, choose_swaps
+from tvm_pager.planning.rules.below import STATE_KINDS, Below
+from tvm_pager.planning.rules.placement import place
+from tvm_pager.planning.rules.replays import Replays
+from tvm_pager.planning.traces.trace_index import TraceIndex
 
 if TYPE_CHECKING:
     from tvm_pager.planning import HardwareProfile, Limits, Trace
-    from tvm_pager.planning.absences import Absence
+    from tvm_pager.planning.rules.absences import Absence
 
 __all__ = ["TrafficAware"]
 

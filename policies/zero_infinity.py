@@ -17,13 +17,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tvm_pager.planning import MovementPlan, PageKind, Policy, Tier
-from tvm_pager.planning.below import STATE_KINDS, Below
-from tvm_pager.planning.placement import place
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.rules.below import STATE_KINDS, Below
+from tvm_pager.planning.rules.placement import place
+from tvm_pager.planning.traces.trace_index import TraceIndex
 
 if TYPE_CHECKING:
     from tvm_pager.planning import HardwareProfile, Limits, Trace
-    from tvm_pager.planning.absences import Absence
+    from tvm_pager.planning.rules.absences import Absence
 
 __all__ = ["ZeroInfinity"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tvm_pager.planning import HardwareProfile, PageKind, Trace, TraceOp, TracePage
-from tvm_pager.planning.hardware import (
+from tvm_pager.planning.hardware.profile import (
     DeviceRates,
     DiskRates,
     HostRates,
@@ -13,7 +13,7 @@ from tvm_pager.planning.hardware import (
     MatmulRates,
     Overheads,
 )
-from tvm_pager.planning.rates import Curve, Figure, LinkRate, Point
+from tvm_pager.planning.hardware.rates import Curve, Figure, LinkRate, Point
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tvm_pager.planning import HardwareProfile, Limits, PageKind, Trace, TraceOp, TracePage
-from tvm_pager.planning.trace_file import load
+from tvm_pager.planning.traces.trace_file import load
 from tvm_pager.simulation.simulator import SimulationOptions, simulate
 from tvm_pager.units import format_bytes, parse_bytes
 

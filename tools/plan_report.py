@@ -4,10 +4,11 @@
     python tools/plan_report.py llama.json.gz --device 20GB --host 24GB --nvme 200GB
 
 Columns: bytes per lane and iteration; `bound`, the fewest bytes to and from the device together
-that any plan moves (planning/choice.py, Note "Prices"); the step as the model predicts it; `roof`,
-the longest of the kernels, the link and the disk, if neither direction ever waited for anything;
-`least`, the bound for a step (planning/least_step.py), which knows that a lane cannot be used when
-it likes; processor time of planning, the first time and when only the budget changes.
+that any plan moves (planning/search/choice.py, Note "Prices"); the step as the model predicts it;
+`roof`, the longest of the kernels, the link and the disk, if neither direction ever waited for
+anything; `least`, the bound for a step (planning/search/least_step.py), which knows that a lane
+cannot be used when it likes; processor time of planning, the first time and when only the budget
+changes.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import numpy as np
 from tvm_pager.errors import PagerError
 from tvm_pager.observe.table import format_rows
 from tvm_pager.planning import HardwareProfile, Limits, Tier
-from tvm_pager.planning.choice import choose_gaps
-from tvm_pager.planning.lanes import H2D, LANE_NAMES, N2D, LaneRates, lane_rates
-from tvm_pager.planning.least_step import least_step_s
-from tvm_pager.planning.planner import Planner
-from tvm_pager.planning.trace_file import load
+from tvm_pager.planning.hardware.lanes import H2D, LANE_NAMES, N2D, LaneRates, lane_rates
+from tvm_pager.planning.search.choice import choose_gaps
+from tvm_pager.planning.search.least_step import least_step_s
+from tvm_pager.planning.search.planner import Planner
+from tvm_pager.planning.traces.trace_file import load
 from tvm_pager.units import format_seconds, parse_bytes
 
 __all__ = ["main"]

@@ -31,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it runs as a script
 
-from tvm_pager.planning.iteration_model import (
+from tvm_pager.planning.cost.iteration_model import (
     IterationRates,
     IterationWork,
     SwapCandidate,

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from tests.unit.small_traces import Program
 from tvm_pager.planning import Limits, PageKind, Tier, Trace
-from tvm_pager.planning.choice import choose_gaps
-from tvm_pager.planning.cost_model import evaluate
-from tvm_pager.planning.gaps import Gaps, find_gaps
-from tvm_pager.planning.lanes import D2H, H2D, lane_rates
-from tvm_pager.planning.least_step import least_step_s
-from tvm_pager.planning.occupancy import Occupancy
-from tvm_pager.planning.planner import Planner
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.cost.cost_model import evaluate
+from tvm_pager.planning.hardware.lanes import D2H, H2D, lane_rates
+from tvm_pager.planning.search.choice import choose_gaps
+from tvm_pager.planning.search.gaps import Gaps, find_gaps
+from tvm_pager.planning.search.least_step import least_step_s
+from tvm_pager.planning.search.planner import Planner
+from tvm_pager.planning.traces.occupancy import Occupancy
+from tvm_pager.planning.traces.trace_index import TraceIndex
 from tvm_pager.planning.validate import check
 from tvm_pager.testing.machines import example_profile
 from tvm_pager.testing.strategies import device_budgets, traces

@@ -18,7 +18,7 @@ from tvm_pager.errors import TraceError
 from tvm_pager.estimate import trace
 from tvm_pager.memory import PageKind
 from tvm_pager.planning import Phase, Trace
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.traces.trace_index import TraceIndex
 from tvm_pager.testing.machines import example_profile
 
 PROFILE = example_profile()

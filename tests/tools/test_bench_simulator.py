@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.machines import make_hardware, make_trace
 from tools.bench_simulator import hits, main
-from tvm_pager.planning.trace_file import save
+from tvm_pager.planning.traces.trace_file import save
 
 if TYPE_CHECKING:
     import pytest

@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.small_traces import training
 from tools import plan_report
-from tvm_pager.planning.trace_file import save
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.traces.trace_file import save
+from tvm_pager.planning.traces.trace_index import TraceIndex
 from tvm_pager.testing.machines import example_profile
 
 

@@ -25,7 +25,7 @@ from tvm_pager.observe.profile.measure import measure
 from tvm_pager.planning import HardwareProfile
 
 if TYPE_CHECKING:
-    from tvm_pager.planning.rates import Curve
+    from tvm_pager.planning.hardware.rates import Curve
 
 CPU = torch.device("cpu")
 

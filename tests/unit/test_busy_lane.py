@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tvm_pager.planning.busy_lane import BusyLane
+from tvm_pager.planning.hardware.busy_lane import BusyLane
 
 SLOTS = st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 6)), max_size=12)
 

@@ -21,9 +21,9 @@ from tvm_pager.planning import (
     Tier,
     Trace,
 )
-from tvm_pager.planning.cost_model import Evaluation, evaluate
-from tvm_pager.planning.lanes import D2H, D2N, H2D, LaneRates, Lanes
-from tvm_pager.planning.planner import Planner
+from tvm_pager.planning.cost.cost_model import Evaluation, evaluate
+from tvm_pager.planning.hardware.lanes import D2H, D2N, H2D, LaneRates, Lanes
+from tvm_pager.planning.search.planner import Planner
 from tvm_pager.planning.validate import check
 from tvm_pager.testing.machines import example_profile
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tvm_pager.errors import ConfigError
 from tvm_pager.planning import HardwareProfile
-from tvm_pager.planning.hardware import (
+from tvm_pager.planning.hardware.profile import (
     DeviceRates,
     DiskRates,
     HostRates,
@@ -24,7 +24,7 @@ from tvm_pager.planning.hardware import (
     MatmulRates,
     Overheads,
 )
-from tvm_pager.planning.rates import Curve, Figure, LinkRate, Point
+from tvm_pager.planning.hardware.rates import Curve, Figure, LinkRate, Point
 
 KIB, MIB = 1 << 10, 1 << 20
 RATES = st.floats(1e-3, 1e15)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.small_traces import Program, training
 from tvm_pager.planning import PageKind, Phase, RunOnHost
-from tvm_pager.planning.host_updates import run_on_host, update_groups, update_seconds
+from tvm_pager.planning.rules.host_updates import run_on_host, update_groups, update_seconds
 from tvm_pager.testing.machines import example_profile
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tvm_pager.planning.iteration_model import (
+from tvm_pager.planning.cost.iteration_model import (
     IterationRates,
     IterationWork,
     SwapCandidate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.small_traces import Program, training
-from tvm_pager.planning.layers import find_layers
+from tvm_pager.planning.traces.layers import find_layers
 
 
 def test_numbered_modules_are_layers_and_others_stand_for_themselves() -> None:

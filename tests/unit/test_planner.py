@@ -23,12 +23,12 @@ from tvm_pager.planning import (
     TraceOp,
     TracePage,
 )
-from tvm_pager.planning.choice import choose_gaps
-from tvm_pager.planning.cost_model import evaluate
-from tvm_pager.planning.lanes import lane_rates
-from tvm_pager.planning.movement import movement_plan
-from tvm_pager.planning.planner import Planner
-from tvm_pager.planning.schedule import make_timetable
+from tvm_pager.planning.cost.cost_model import evaluate
+from tvm_pager.planning.hardware.lanes import lane_rates
+from tvm_pager.planning.search.choice import choose_gaps
+from tvm_pager.planning.search.movement import movement_plan
+from tvm_pager.planning.search.planner import Planner
+from tvm_pager.planning.search.schedule import make_timetable
 from tvm_pager.planning.validate import check
 from tvm_pager.policies.lookahead import Lookahead
 from tvm_pager.testing.machines import example_profile

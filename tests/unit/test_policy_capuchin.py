@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.small_traces import Program, training
 from tvm_pager.planning import Drop, Evict, Fetch, IterationReport, Limits, MovementPlan, Trace
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.traces.trace_index import TraceIndex
 from tvm_pager.policies.capuchin import Capuchin
 from tvm_pager.testing.machines import example_profile
 

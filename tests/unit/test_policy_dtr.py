@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.small_traces import ENDLESS, Program
 from tvm_pager.planning import Drop, Limits, PageKind, PageView, Tier, Trace
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.traces.trace_index import TraceIndex
 from tvm_pager.policies.dtr import DTR
 from tvm_pager.testing.machines import example_profile
 

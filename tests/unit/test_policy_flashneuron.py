@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.small_traces import Program, training
 from tvm_pager.planning import Evict, Fetch, Limits, MovementPlan, Tier
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.traces.trace_index import TraceIndex
 from tvm_pager.policies.flashneuron import FlashNeuron
 from tvm_pager.testing.machines import example_profile
 

@@ -19,8 +19,8 @@ from tvm_pager.planning import (
     Trace,
     load_policy,
 )
-from tvm_pager.planning.cost_model import evaluate
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.cost.cost_model import evaluate
+from tvm_pager.planning.traces.trace_index import TraceIndex
 from tvm_pager.planning.validate import check
 from tvm_pager.testing.machines import example_profile
 from tvm_pager.testing.strategies import device_budgets, page_bytes, traces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.small_traces import ENDLESS, training
 from tvm_pager.planning import Drop, Evict, Fetch, Limits, RunOnHost, Tier
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.traces.trace_index import TraceIndex
 from tvm_pager.policies.slideformer import SlideFormer
 from tvm_pager.testing.machines import example_profile
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from tests.unit.small_traces import ENDLESS, training
 from tvm_pager.planning import Drop, Evict, Limits, MovementPlan, PageKind, Tier, Trace
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.traces.trace_index import TraceIndex
 from tvm_pager.policies.traffic_aware import TrafficAware
 from tvm_pager.testing.machines import example_profile
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.small_traces import ENDLESS, Program, training
 from tvm_pager.planning import Evict, Fetch, Limits, MovementPlan, PageKind, RunOnHost, Tier, Trace
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.traces.trace_index import TraceIndex
 from tvm_pager.policies.zero_infinity import ZeroInfinity
 from tvm_pager.testing.machines import example_profile
 

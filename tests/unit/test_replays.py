@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.small_traces import Program
 from tvm_pager.planning import PageKind
-from tvm_pager.planning.replays import MAX_CHAIN, Replays
+from tvm_pager.planning.rules.replays import MAX_CHAIN, Replays
 
 ACT = PageKind.ACTIVATION
 

@@ -13,7 +13,7 @@ import pytest
 from tests.machines import make_hardware, make_trace
 from tvm_pager.cli import main
 from tvm_pager.planning import Limits
-from tvm_pager.planning.trace_file import save
+from tvm_pager.planning.traces.trace_file import save
 from tvm_pager.policies.lru import LRU
 from tvm_pager.simulation.plot import save_plot
 from tvm_pager.simulation.sweep import sweep

@@ -14,8 +14,8 @@ from tvm_pager.errors import ConfigError
 from tvm_pager.estimate import trace
 from tvm_pager.estimate.model_program import ModelProgram
 from tvm_pager.planning import Phase
-from tvm_pager.planning.trace_file import load
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.traces.trace_file import load
+from tvm_pager.planning.traces.trace_index import TraceIndex
 from tvm_pager.testing.machines import example_profile
 
 LLAMA: dict[str, Any] = {

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tvm_pager.errors import TraceError
 from tvm_pager.memory import PageKind
 from tvm_pager.planning import Phase, Trace, TraceOp, TracePage
-from tvm_pager.planning.trace_file import TRACE_VERSION, load, save
+from tvm_pager.planning.traces.trace_file import TRACE_VERSION, load, save
 from tvm_pager.testing.strategies import traces
 
 SMALL = Trace(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tvm_pager.memory import PageKind
 from tvm_pager.planning import Trace, TraceOp, TracePage
-from tvm_pager.planning.trace_index import ALWAYS, NEVER, TraceIndex
+from tvm_pager.planning.traces.trace_index import ALWAYS, NEVER, TraceIndex
 from tvm_pager.testing.strategies import device_budgets, traces
 
 MANY = traces(min_ops=0, is_steady=False)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tvm_pager.errors import ConfigError
 from tvm_pager.observe.profile import load_or_measure
-from tvm_pager.planning.hardware import HardwareProfile
-from tvm_pager.planning.trace_file import save
+from tvm_pager.planning.hardware.profile import HardwareProfile
+from tvm_pager.planning.traces.trace_file import save
 
 if TYPE_CHECKING:
     from tvm_pager.observe.profile.dispatch import MakePager

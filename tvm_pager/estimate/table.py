@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tvm_pager.memory import PageKind
 from tvm_pager.observe.table import format_rows
 from tvm_pager.planning import Phase
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.traces.trace_index import TraceIndex
 from tvm_pager.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

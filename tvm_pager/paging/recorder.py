@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from tvm_pager.memory import PageKind
-from tvm_pager.planning.trace import Phase, Trace, TraceOp, TracePage
+from tvm_pager.planning.traces.trace import Phase, Trace, TraceOp, TracePage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tvm_pager.memory import PageKind, Tier
-from tvm_pager.planning.hardware import HardwareProfile
+from tvm_pager.planning.hardware.profile import HardwareProfile
 from tvm_pager.planning.limits import Limits
 from tvm_pager.planning.plan import (
     Action,
@@ -19,7 +19,7 @@ from tvm_pager.planning.plan import (
 )
 from tvm_pager.planning.policy import Eviction, IterationReport, PageView, Policy, View
 from tvm_pager.planning.registry import available_policies, load_policy
-from tvm_pager.planning.trace import Phase, Trace, TraceOp, TracePage
+from tvm_pager.planning.traces.trace import Phase, Trace, TraceOp, TracePage
 
 __all__ = [
     "Action",

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from tvm_pager.memory import PageKind, Tier
-    from tvm_pager.planning.hardware import HardwareProfile
+    from tvm_pager.planning.hardware.profile import HardwareProfile
     from tvm_pager.planning.limits import Limits
     from tvm_pager.planning.plan import MovementPlan
-    from tvm_pager.planning.trace import Trace
+    from tvm_pager.planning.traces.trace import Trace
 
 __all__ = ["Eviction", "IterationReport", "PageView", "Policy", "View"]
 

@@ -20,13 +20,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tvm_pager.memory import Tier
-from tvm_pager.planning.model_pages import first_tiers
+from tvm_pager.planning.cost.model_pages import first_tiers
 from tvm_pager.planning.plan import Clean, CreateIn, Drop, Evict, Fetch, Keep, RunOnHost
 
 if TYPE_CHECKING:
     from tvm_pager.planning.limits import Limits
     from tvm_pager.planning.plan import Action, MovementPlan
-    from tvm_pager.planning.trace import Trace
+    from tvm_pager.planning.traces.trace import Trace
 
 __all__ = ["check"]
 

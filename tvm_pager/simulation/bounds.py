@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tvm_pager.planning import HardwareProfile, Limits, Trace
-    from tvm_pager.planning.hardware import DiskRates
-    from tvm_pager.planning.rates import LinkRate
+    from tvm_pager.planning.hardware.profile import DiskRates
+    from tvm_pager.planning.hardware.rates import LinkRate
 
 __all__ = [
     "Bounds",

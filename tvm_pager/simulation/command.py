@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tvm_pager.errors import ConfigError
 from tvm_pager.observe.timeline import Timeline
 from tvm_pager.planning import HardwareProfile, Limits, load_policy
-from tvm_pager.planning.trace_file import load
+from tvm_pager.planning.traces.trace_file import load
 from tvm_pager.simulation.plot import check_plotting, save_plot
 from tvm_pager.simulation.table import format_outcomes, write_csv
 from tvm_pager.units import format_bytes, format_seconds, parse_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tvm_pager.planning import HardwareProfile
-from tvm_pager.planning.hardware import (
+from tvm_pager.planning.hardware.profile import (
     DeviceRates,
     DiskRates,
     HostRates,
@@ -11,7 +11,7 @@ from tvm_pager.planning.hardware import (
     MatmulRates,
     Overheads,
 )
-from tvm_pager.planning.rates import Curve, Figure, LinkRate, Point
+from tvm_pager.planning.hardware.rates import Curve, Figure, LinkRate, Point
 
 __all__ = ["example_profile"]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tvm_pager.memory import Tier
 from tvm_pager.planning import CreateIn, Drop, IterationReport, Limits, MovementPlan, RunOnHost
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.traces.trace_index import TraceIndex
 from tvm_pager.planning.validate import check
 from tvm_pager.testing.demand import PolicyFaultError
 from tvm_pager.testing.machines import example_profile

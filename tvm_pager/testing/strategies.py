@@ -80,7 +80,7 @@ def device_budgets(draw: DrawFn, trace: Trace) -> int:
 
     The smallest come first; the trace needs numpy to be looked at.
     """
-    from tvm_pager.planning.trace_index import TraceIndex
+    from tvm_pager.planning.traces.trace_index import TraceIndex
 
     index = TraceIndex(trace)
     least = int(index.named_bytes.max(initial=0)) + trace.overhead_bytes

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tvm_pager.planning import HardwareProfile
-    from tvm_pager.planning.rates import LinkRate
+    from tvm_pager.planning.hardware.rates import LinkRate
     from tvm_pager.transfer.lane_queue import LaneTicket
     from tvm_pager.transfer.protocol import Ticket, Transfer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from tvm_pager.planning.hardware import (
+from tvm_pager.planning.hardware.profile import (
     DeviceRates,
     DiskRates,
     HardwareProfile,
@@ -17,7 +17,7 @@ from tvm_pager.planning.hardware import (
     MatmulRates,
     Overheads,
 )
-from tvm_pager.planning.rates import Curve, Figure, LinkRate, Point
+from tvm_pager.planning.hardware.rates import Curve, Figure, LinkRate, Point
 
 __all__ = ["assumed_profile"]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from tvm_pager.errors import ConfigError
 from tvm_pager.observe.profile.effort import FULL, QUICK, Effort
-from tvm_pager.planning.hardware import HardwareProfile
+from tvm_pager.planning.hardware.profile import HardwareProfile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

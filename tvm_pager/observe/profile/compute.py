@@ -12,14 +12,14 @@ from tvm_pager.observe.profile.adamw import BYTES_PER_PARAM, AdamW
 from tvm_pager.observe.profile.effort import share_of
 from tvm_pager.observe.profile.identity import cpu_name
 from tvm_pager.observe.profile.rounds import rate
-from tvm_pager.planning.hardware import DeviceRates, MatmulRates
+from tvm_pager.planning.hardware.profile import DeviceRates, MatmulRates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tvm_pager.machine import DeviceMemory
     from tvm_pager.observe.profile.effort import Effort
-    from tvm_pager.planning.rates import Figure
+    from tvm_pager.planning.hardware.rates import Figure
 
 __all__ = ["measure_device", "release_cached"]
 

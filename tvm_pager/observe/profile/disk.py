@@ -27,8 +27,8 @@ from tvm_pager.errors import ConfigError, TransferError
 from tvm_pager.observe.profile.effort import share_of
 from tvm_pager.observe.profile.links import chunk_sizes
 from tvm_pager.observe.profile.rounds import Span, overlap_rates, repeat
-from tvm_pager.planning.hardware import DiskRates
-from tvm_pager.planning.rates import Curve, Figure, LinkRate, Point
+from tvm_pager.planning.hardware.profile import DiskRates
+from tvm_pager.planning.hardware.rates import Curve, Figure, LinkRate, Point
 from tvm_pager.transfer.block_store import BlockStore, open_block_store
 from tvm_pager.transfer.swap_file import SwapFile, usable_bytes
 from tvm_pager.units import format_bytes

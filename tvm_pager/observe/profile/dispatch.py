@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from tvm_pager.observe.profile.effort import Effort
-    from tvm_pager.planning.rates import Figure
+    from tvm_pager.planning.hardware.rates import Figure
 
 __all__ = ["MakePager", "measure_dispatch"]
 

@@ -12,8 +12,8 @@ from tvm_pager.observe.profile.adamw import BYTES_PER_PARAM, AdamW
 from tvm_pager.observe.profile.effort import share_of
 from tvm_pager.observe.profile.identity import cpu_name, num_cores, num_numa_nodes
 from tvm_pager.observe.profile.rounds import rate
-from tvm_pager.planning.hardware import HostRates
-from tvm_pager.planning.rates import Curve, Figure, Point
+from tvm_pager.planning.hardware.profile import HostRates
+from tvm_pager.planning.hardware.rates import Curve, Figure, Point
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

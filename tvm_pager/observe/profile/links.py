@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tvm_pager.observe.profile.copies import D2H, H2D
 from tvm_pager.observe.profile.rounds import cost_ns, overlap_rates, repeat
-from tvm_pager.planning.rates import Curve, Figure, LinkRate, Point
+from tvm_pager.planning.hardware.rates import Curve, Figure, LinkRate, Point
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

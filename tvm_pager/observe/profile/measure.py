@@ -19,7 +19,7 @@ from tvm_pager.observe.profile.dispatch import MakePager, measure_dispatch
 from tvm_pager.observe.profile.effort import Effort, share_of
 from tvm_pager.observe.profile.host import measure_host
 from tvm_pager.observe.profile.links import LinkFigures, measure_links
-from tvm_pager.planning.hardware import DiskRates, HardwareProfile, MachineFacts, Overheads
+from tvm_pager.planning.hardware.profile import DiskRates, HardwareProfile, MachineFacts, Overheads
 from tvm_pager.runtime.device import device_memory
 from tvm_pager.transfer.region import host_node_of
 from tvm_pager.units import format_bytes

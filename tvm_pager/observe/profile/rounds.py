@@ -18,7 +18,7 @@ import math
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from tvm_pager.planning.rates import Figure
+from tvm_pager.planning.hardware.rates import Figure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,8 +11,8 @@ from tvm_pager.observe.table import format_rows
 from tvm_pager.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from tvm_pager.planning.hardware import DiskRates, HardwareProfile
-    from tvm_pager.planning.rates import Curve, Figure, LinkRate
+    from tvm_pager.planning.hardware.profile import DiskRates, HardwareProfile
+    from tvm_pager.planning.hardware.rates import Curve, Figure, LinkRate
 
 __all__ = ["format_profile"]
 

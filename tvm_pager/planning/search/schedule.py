@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tvm_pager.planning.lanes import D2H, D2N, H2D, N2D, Job, Lanes
+from tvm_pager.planning.hardware.lanes import D2H, D2N, H2D, N2D, Job, Lanes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from tvm_pager.planning.grid import Grid
-    from tvm_pager.planning.lanes import LaneRates
+    from tvm_pager.planning.hardware.lanes import LaneRates
+    from tvm_pager.planning.search.grid import Grid
 
     IntArray = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]

@@ -19,9 +19,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from tvm_pager.planning.hardware import DiskRates, HardwareProfile
+    from tvm_pager.planning.hardware.profile import DiskRates, HardwareProfile
+    from tvm_pager.planning.hardware.rates import LinkRate
     from tvm_pager.planning.limits import Limits
-    from tvm_pager.planning.rates import LinkRate
 
 __all__ = [
     "D2H",

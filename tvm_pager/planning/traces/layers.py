@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from tvm_pager.memory import PageKind
 
 if TYPE_CHECKING:
-    from tvm_pager.planning.trace import Trace
+    from tvm_pager.planning.traces.trace import Trace
 
 __all__ = ["Layers", "find_layers"]
 

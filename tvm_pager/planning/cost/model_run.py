@@ -6,17 +6,17 @@ import math
 from typing import TYPE_CHECKING
 
 from tvm_pager.memory import Tier
-from tvm_pager.planning.lanes import D2H, D2N, H2D, LANE_NAMES, N2D, Lanes
-from tvm_pager.planning.model_pages import ModelBooks, ModelPage, first_tiers
+from tvm_pager.planning.cost.model_pages import ModelBooks, ModelPage, first_tiers
+from tvm_pager.planning.hardware.lanes import D2H, D2N, H2D, LANE_NAMES, N2D, Lanes
 from tvm_pager.planning.plan import Clean, CreateIn, Drop, Evict, Fetch, RunOnHost
-from tvm_pager.planning.trace_index import NEVER
+from tvm_pager.planning.traces.trace_index import NEVER
 
 if TYPE_CHECKING:
-    from tvm_pager.planning.hardware import HardwareProfile
-    from tvm_pager.planning.lanes import LaneRates
+    from tvm_pager.planning.hardware.lanes import LaneRates
+    from tvm_pager.planning.hardware.profile import HardwareProfile
     from tvm_pager.planning.limits import Limits
     from tvm_pager.planning.plan import Action, MovementPlan
-    from tvm_pager.planning.trace_index import TraceIndex
+    from tvm_pager.planning.traces.trace_index import TraceIndex
 
 __all__ = ["ModelRun"]
 

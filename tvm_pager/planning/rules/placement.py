@@ -23,17 +23,17 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from tvm_pager.memory import Tier
-from tvm_pager.planning.absences import Absence, Pressure
-from tvm_pager.planning.lane_times import Clock, LaneTimes
+from tvm_pager.planning.hardware.lane_times import Clock, LaneTimes
 from tvm_pager.planning.plan import Drop, Evict, Fetch, MovementPlan, Prediction
+from tvm_pager.planning.rules.absences import Absence, Pressure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tvm_pager.planning.hardware import HardwareProfile
+    from tvm_pager.planning.hardware.profile import HardwareProfile
     from tvm_pager.planning.limits import Limits
     from tvm_pager.planning.plan import Action
-    from tvm_pager.planning.trace_index import TraceIndex
+    from tvm_pager.planning.traces.trace_index import TraceIndex
 
 __all__ = ["Moves", "place"]
 

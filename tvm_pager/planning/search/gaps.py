@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tvm_pager.planning.trace_index import NEVER
+from tvm_pager.planning.traces.trace_index import NEVER
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from tvm_pager.planning.trace_index import TraceIndex
+    from tvm_pager.planning.traces.trace_index import TraceIndex
 
     IntArray = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]

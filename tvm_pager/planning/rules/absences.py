@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tvm_pager.planning.occupancy import Occupancy
-from tvm_pager.planning.trace_index import NEVER
+from tvm_pager.planning.traces.occupancy import Occupancy
+from tvm_pager.planning.traces.trace_index import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from tvm_pager.memory import PageKind, Tier
-    from tvm_pager.planning.trace_index import TraceIndex
+    from tvm_pager.planning.traces.trace_index import TraceIndex
 
 __all__ = ["Absence", "Pressure", "Relief", "absences", "reachable_bytes"]
 

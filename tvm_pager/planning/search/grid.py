@@ -22,8 +22,8 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from tvm_pager.planning.gaps import Gaps
-    from tvm_pager.planning.trace_index import TraceIndex
+    from tvm_pager.planning.search.gaps import Gaps
+    from tvm_pager.planning.traces.trace_index import TraceIndex
 
     IntArray = npt.NDArray[np.int64]
     FloatArray = npt.NDArray[np.float64]

@@ -27,17 +27,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from tvm_pager.planning.lanes import LANE_NAMES, lane_rates
-from tvm_pager.planning.model_run import ModelRun
+from tvm_pager.planning.cost.model_run import ModelRun
+from tvm_pager.planning.hardware.lanes import LANE_NAMES, lane_rates
 from tvm_pager.planning.plan import Prediction
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.traces.trace_index import TraceIndex
 
 if TYPE_CHECKING:
-    from tvm_pager.planning.hardware import HardwareProfile
-    from tvm_pager.planning.lanes import LaneRates
+    from tvm_pager.planning.hardware.lanes import LaneRates
+    from tvm_pager.planning.hardware.profile import HardwareProfile
     from tvm_pager.planning.limits import Limits
     from tvm_pager.planning.plan import MovementPlan
-    from tvm_pager.planning.trace import Trace
+    from tvm_pager.planning.traces.trace import Trace
 
 __all__ = ["Evaluation", "Span", "evaluate"]
 

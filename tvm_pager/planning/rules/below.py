@@ -17,25 +17,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tvm_pager.memory import PageKind, Tier
-from tvm_pager.planning.absences import absences
-from tvm_pager.planning.host_updates import run_on_host, update_groups, update_seconds
-from tvm_pager.planning.iteration_model import IterationRates, IterationWork, iteration_time
-from tvm_pager.planning.lane_times import LaneTimes, TierRoom
-from tvm_pager.planning.layers import find_layers
+from tvm_pager.planning.cost.iteration_model import IterationRates, IterationWork, iteration_time
+from tvm_pager.planning.hardware.lane_times import LaneTimes, TierRoom
 from tvm_pager.planning.plan import Evict, Prediction
-from tvm_pager.planning.trace import Phase
-from tvm_pager.planning.trace_index import NEVER
+from tvm_pager.planning.rules.absences import absences
+from tvm_pager.planning.rules.host_updates import run_on_host, update_groups, update_seconds
+from tvm_pager.planning.traces.layers import find_layers
+from tvm_pager.planning.traces.trace import Phase
+from tvm_pager.planning.traces.trace_index import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from tvm_pager.planning.absences import Absence
-    from tvm_pager.planning.hardware import HardwareProfile
-    from tvm_pager.planning.host_updates import UpdateGroup
+    from tvm_pager.planning.hardware.profile import HardwareProfile
     from tvm_pager.planning.limits import Limits
-    from tvm_pager.planning.placement import Moves
     from tvm_pager.planning.plan import MovementPlan
-    from tvm_pager.planning.trace_index import TraceIndex
+    from tvm_pager.planning.rules.absences import Absence
+    from tvm_pager.planning.rules.host_updates import UpdateGroup
+    from tvm_pager.planning.rules.placement import Moves
+    from tvm_pager.planning.traces.trace_index import TraceIndex
 
 __all__ = ["STATE_KINDS", "Below"]
 

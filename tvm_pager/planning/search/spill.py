@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tvm_pager.planning.choice import choose_gaps
-from tvm_pager.planning.gaps import Gaps
+from tvm_pager.planning.search.choice import choose_gaps
+from tvm_pager.planning.search.gaps import Gaps
 
 if TYPE_CHECKING:
     import numpy.typing as npt

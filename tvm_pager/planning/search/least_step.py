@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tvm_pager.planning.gaps import find_gaps
-from tvm_pager.planning.lanes import D2H, D2N, H2D, N2D
+from tvm_pager.planning.hardware.lanes import D2H, D2N, H2D, N2D
+from tvm_pager.planning.search.gaps import find_gaps
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from tvm_pager.planning.gaps import Gaps
-    from tvm_pager.planning.lanes import LaneRates
-    from tvm_pager.planning.trace_index import TraceIndex
+    from tvm_pager.planning.hardware.lanes import LaneRates
+    from tvm_pager.planning.search.gaps import Gaps
+    from tvm_pager.planning.traces.trace_index import TraceIndex
 
     IntArray = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tvm_pager.errors import TraceError
 from tvm_pager.memory import PageKind
-from tvm_pager.planning.trace import Phase, Trace, TraceOp, TracePage
+from tvm_pager.planning.traces.trace import Phase, Trace, TraceOp, TracePage
 from tvm_pager.planning.whole_file import write_whole
 
 if TYPE_CHECKING:

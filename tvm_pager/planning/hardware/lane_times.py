@@ -6,12 +6,12 @@ from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING, Self
 
 from tvm_pager.memory import Tier
-from tvm_pager.planning.lanes import D2H, D2N, H2D, N2D, disk_rates, lane_rates
+from tvm_pager.planning.hardware.lanes import D2H, D2N, H2D, N2D, disk_rates, lane_rates
 
 if TYPE_CHECKING:
-    from tvm_pager.planning.hardware import HardwareProfile
+    from tvm_pager.planning.hardware.profile import HardwareProfile
     from tvm_pager.planning.limits import Limits
-    from tvm_pager.planning.trace import Trace
+    from tvm_pager.planning.traces.trace import Trace
 
 __all__ = ["Clock", "LaneTimes", "TierRoom"]
 

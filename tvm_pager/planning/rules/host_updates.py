@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 from tvm_pager.memory import PageKind
 from tvm_pager.planning.plan import RunOnHost
-from tvm_pager.planning.trace import Phase
+from tvm_pager.planning.traces.trace import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tvm_pager.planning.hardware import HardwareProfile
-    from tvm_pager.planning.trace import Trace
+    from tvm_pager.planning.hardware.profile import HardwareProfile
+    from tvm_pager.planning.traces.trace import Trace
 
 __all__ = ["UpdateGroup", "run_on_host", "update_groups", "update_seconds"]
 

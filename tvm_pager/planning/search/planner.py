@@ -21,27 +21,27 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tvm_pager.planning.choice import choose_gaps
-from tvm_pager.planning.cost_model import evaluate
-from tvm_pager.planning.gaps import find_gaps
-from tvm_pager.planning.grid import Grid, without_small_pages
-from tvm_pager.planning.lanes import lane_rates
-from tvm_pager.planning.movement import movement_plan
-from tvm_pager.planning.schedule import make_timetable
-from tvm_pager.planning.spill import spilled_versions
-from tvm_pager.planning.trace_index import TraceIndex
+from tvm_pager.planning.cost.cost_model import evaluate
+from tvm_pager.planning.hardware.lanes import lane_rates
+from tvm_pager.planning.search.choice import choose_gaps
+from tvm_pager.planning.search.gaps import find_gaps
+from tvm_pager.planning.search.grid import Grid, without_small_pages
+from tvm_pager.planning.search.movement import movement_plan
+from tvm_pager.planning.search.schedule import make_timetable
+from tvm_pager.planning.search.spill import spilled_versions
+from tvm_pager.planning.traces.trace_index import TraceIndex
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from tvm_pager.planning.choice import Choice
-    from tvm_pager.planning.gaps import Gaps
-    from tvm_pager.planning.hardware import HardwareProfile
-    from tvm_pager.planning.lanes import LaneRates
+    from tvm_pager.planning.hardware.lanes import LaneRates
+    from tvm_pager.planning.hardware.profile import HardwareProfile
     from tvm_pager.planning.limits import Limits
     from tvm_pager.planning.plan import MovementPlan
-    from tvm_pager.planning.schedule import Timetable
-    from tvm_pager.planning.trace import Trace
+    from tvm_pager.planning.search.choice import Choice
+    from tvm_pager.planning.search.gaps import Gaps
+    from tvm_pager.planning.search.schedule import Timetable
+    from tvm_pager.planning.traces.trace import Trace
 
     IntArray = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]

@@ -8,9 +8,9 @@ from tvm_pager.memory import Tier
 from tvm_pager.planning.plan import Clean, Evict
 
 if TYPE_CHECKING:
-    from tvm_pager.planning.lanes import Job
+    from tvm_pager.planning.hardware.lanes import Job
     from tvm_pager.planning.plan import MovementPlan
-    from tvm_pager.planning.trace import Trace
+    from tvm_pager.planning.traces.trace import Trace
 
 __all__ = ["ModelBooks", "ModelPage", "first_tiers"]
 

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tvm_pager.planning.occupancy import Occupancy
+from tvm_pager.planning.traces.occupancy import Occupancy
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from tvm_pager.planning.gaps import Gaps
+    from tvm_pager.planning.search.gaps import Gaps
 
     IntArray = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tvm_pager.memory import Tier
-from tvm_pager.planning.occupancy import Occupancy
 from tvm_pager.planning.plan import Clean, Evict, Fetch, MovementPlan
-from tvm_pager.planning.schedule import STAYS
+from tvm_pager.planning.search.schedule import STAYS
+from tvm_pager.planning.traces.occupancy import Occupancy
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from tvm_pager.planning.grid import Grid
     from tvm_pager.planning.plan import Action
-    from tvm_pager.planning.schedule import Timetable
-    from tvm_pager.planning.trace_index import TraceIndex
+    from tvm_pager.planning.search.grid import Grid
+    from tvm_pager.planning.search.schedule import Timetable
+    from tvm_pager.planning.traces.trace_index import TraceIndex
 
     IntArray = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tvm_pager.planning.reuse import reuse_bytes
+from tvm_pager.planning.traces.reuse import reuse_bytes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from tvm_pager.planning.trace import Trace
+    from tvm_pager.planning.traces.trace import Trace
 
     IntArray = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]

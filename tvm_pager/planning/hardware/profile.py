@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from tvm_pager.errors import ConfigError
-from tvm_pager.planning.decoding import decode
-from tvm_pager.planning.rates import Curve, Figure, LinkRate  # noqa: TC001  # read by `decode`
+from tvm_pager.planning.hardware.decoding import decode
+from tvm_pager.planning.hardware.rates import Curve, Figure, LinkRate  # noqa: TC001  # read by `decode`
 from tvm_pager.planning.whole_file import write_whole
 
 if TYPE_CHECKING:
