@@ -9,14 +9,16 @@ Imports the standard library only.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 __all__ = ["Event", "EventKind", "EventSink", "TeeSink"]
 
 
 class EventKind(enum.Enum):
     """What happened. The value is the name that timelines and counters show."""
+
+    # Members are singletons, and Enum's own hash is a Python call per look-up.
+    __hash__ = object.__hash__
 
     CREATE = "create"  # a page came into being, in the tier that `detail` names
     FAULT = "fault"  # an access found its page off the device; the span is the wait
@@ -28,8 +30,7 @@ class EventKind(enum.Enum):
     NOTICE = "notice"  # what a person should know once, such as a storage that cannot be paged
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One thing that happened. Instants have `start_ns == end_ns`.
 
     Attributes:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools import bench_dispatch, bench_llama, gpu_session, profile_dispatch
+from tools import bench_dispatch, bench_llama, bench_moves, gpu_session, profile_dispatch
 
 LLAMA = ["--model", "tiny", "--torch-device", "cpu", "--dtype", "float32", "--batch", "2"]
 LLAMA += ["--seq", "32", "--warmup", "1", "--steps", "1", "--blocks", "2", "--budget-steps", "2"]
@@ -55,6 +55,18 @@ def test_llama_is_measured_resident_and_under_budgets(
     assert roomy["bytes_per_step"]["h2d"] == 0
     assert tight["losses"] == roomy["losses"]
     assert "ratio" in capsys.readouterr().out
+
+
+@pytest.mark.bench
+def test_the_cost_of_moves_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_file = tmp_path / "moves.json"
+    few = ["--warmup", "4", "--steps", "1", "--blocks", "3", "--model", "tiny", "--share", "0.6"]
+    assert bench_moves.main([*few, "--json", str(json_file)]) == 0
+    figures = json.loads(json_file.read_text())
+    assert figures["num_operations"] > 100
+    assert figures["num_moves"] > 0
+    assert figures["resident_ms"] > figures["plain_ms"]
+    assert "us a move" in capsys.readouterr().out
 
 
 def test_a_budget_that_fails_does_not_stop_the_others(

@@ -165,9 +165,14 @@ class Mover:
         """Whether the device memory may go before the write-back is done."""
         if page.state is not PageState.WRITING_BACK or page.is_superseded:
             return False
-        self._flight.promote(page)
+        is_certain = True
+        for ticket in page.tickets:
+            if not ticket.is_certain:
+                self._flight.promote(page)
+                is_certain = all(ticket.is_certain for ticket in page.tickets)
+                break
         # A checksum is taken of the device's bytes, and they are poisoned then.
-        return self._flight.checker is None and all(ticket.is_certain for ticket in page.tickets)
+        return is_certain and self._flight.checker is None
 
     def _release(self, page: Page, memory: object) -> None:
         flight = self._flight

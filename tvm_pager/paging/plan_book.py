@@ -2,9 +2,9 @@
 
 [Note: The occupancy to expect]
     If every eviction is over at its deadline and every fetch begins at its own, the pages on the
-    device take `base_bytes[i]` right before operation i, and `busy_bytes[i]` with what it needs,
-    creates and works in. The present occupancy less `base_bytes` says how far the run is from the
-    plan; what later operations will need is told from `busy_bytes` and that difference.
+    device take `base_bytes[i]` right before operation i, and `busy` says what they take then with
+    what it needs, creates and works in. The present occupancy less `base_bytes` says how far the
+    run is from the plan; what later operations will need is told from `busy` and that difference.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tvm_pager.memory import Tier
 from tvm_pager.planning.plan import Clean, CreateIn, Drop, Evict, Fetch, Keep, RunOnHost
+from tvm_pager.planning.traces.occupancy import Occupancy
 
 if TYPE_CHECKING:
     from tvm_pager.paging.known_trace import KnownTrace
@@ -67,8 +68,7 @@ class PlanBook:
         self.has_moves = bool(self.evictions or self._fetches or any(self.at))
         self._changes: dict[int, tuple[list[int], list[bool]]] = {}
         self.base_bytes = [0] * (self._num_ops + 1)
-        self.busy_bytes = [0] * (self._num_ops + 1)
-        self._expect(known)
+        self.busy = Occupancy.of(self._expect(known))
 
     def is_present(self, number: int, moment: int) -> bool:
         """Whether the page should be on the device right before the operation."""
@@ -138,7 +138,8 @@ class PlanBook:
 
     # --- what to expect --------------------------------------------------------------------------
 
-    def _expect(self, known: KnownTrace) -> None:
+    def _expect(self, known: KnownTrace) -> list[int]:
+        """Sets `base_bytes`, and gives what is busy."""
         trace = known.trace
         before = [0] * (self._num_ops + 2)  # changes right before an operation
         needed = [0] * (self._num_ops + 2)  # of them, what comes for the operation itself
@@ -151,9 +152,11 @@ class PlanBook:
             if page.died is not None:
                 before[page.died] -= page.frame_bytes
         base = itertools.accumulate(before[: self._num_ops + 1])
+        busy_bytes = []
         for moment, present in enumerate(base):
             self.base_bytes[moment] = present - needed[moment]
-            self.busy_bytes[moment] = present + _created_bytes(trace, moment)
+            busy_bytes.append(present + _created_bytes(trace, moment))
+        return busy_bytes
 
     def _follow(self, known: KnownTrace, number: int, before: list[int], needed: list[int]) -> None:
         """Enters one page that moves: where it is expected from which moment on."""

@@ -5,8 +5,9 @@
     occupancy to expect (plan_book.py), corrected by how far the run is from it now, stays within
     the budget with the page on top. What has been fetched before its deadline, and released before
     its own, is part of the present difference and of what is expected from that deadline on, so it
-    is corrected for there. Fetches are tried by deadline; the first one that finds no room stops
-    the others, which would take it.
+    is corrected for there (`_expected`), until that deadline has come and `base_bytes` knows of it
+    (`_passed_bytes`). Fetches are tried by deadline; the first one that finds no room stops the
+    others, which would take it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 import contextlib
 from bisect import insort
 from collections import Counter
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from tvm_pager.errors import TransferError
 from tvm_pager.memory import PageState, Tier
 from tvm_pager.planning.plan import Clean, Evict, Fetch
+from tvm_pager.planning.traces.occupancy import Occupancy
 from tvm_pager.transfer.protocol import Priority
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["PlanRunner"]
 
 _DEAD, _RESIDENT, _FETCHING = PageState.DEAD, PageState.RESIDENT, PageState.FETCHING
+_NEVER = 1 << 62  # no moment comes so late
 _REAP_EVERY = 4  # operations: asking whether a copy has ended costs as much as one of them
 
 
@@ -59,8 +63,13 @@ class PlanRunner:
         self.leaving: dict[int, Evict] = {}
         self.waiting: list[tuple[int, int, int, Fetch]] = []
         self._num_waited = 0
-        self._corrections: list[tuple[int, int]] = []  # (moment, bytes), rising; see the note
+        self._expected = Occupancy.of([0])  # what is busy by moment, corrected; see the note
+        self._corrections: list[tuple[int, int]] = []  # a heap of (deadline, less bytes)
+        self._passed_bytes = 0  # of corrections whose deadline has come
         self._retry_at, self._retry_below = 0, 0
+        self._stuck: tuple[int, int, int, Fetch] | None = None
+        self._next_due = 0  # before it, and unless a copy ends, none of `leaving` can go
+        self._num_ended = -1  # copies, when `leaving` was looked through
         self._unwanted: list[Page] = []
         self._is_busy = False
 
@@ -78,6 +87,7 @@ class PlanRunner:
         self._forget_moves()
         book = self._book
         assert book is not None
+        self._expected = Occupancy(book.busy.nbytes)
         for number, page in enumerate(pages):
             if page is None or page.state is _DEAD:
                 continue
@@ -173,7 +183,8 @@ class PlanRunner:
         self.leaving.clear()
         self.waiting.clear()
         self._corrections.clear()
-        self._retry_at = 0
+        self._passed_bytes = 0
+        self._retry_at = self._next_due = 0
 
     # --- single actions --------------------------------------------------------------------------
 
@@ -208,6 +219,7 @@ class PlanRunner:
 
     def _evict(self, action: Evict, moment: int) -> None:
         self.leaving[action.page] = action
+        self._next_due = 0
         page = self._pages[action.page]
         if page is not None:
             self._write_back(page, action.to)
@@ -230,6 +242,10 @@ class PlanRunner:
     # --- leaving ---------------------------------------------------------------------------------
 
     def _release(self, moment: int) -> None:
+        num_ended = self._pager.flight.num_ended
+        if moment < self._next_due and num_ended == self._num_ended:
+            return
+        self._num_ended, next_due = num_ended, _NEVER
         for number, action in list(self.leaving.items()):
             page = self._pages[number]
             if page is None or page.state is _DEAD or not page.is_on_device:
@@ -238,15 +254,19 @@ class PlanRunner:
             is_due = moment >= action.deadline
             is_over = page.state is _RESIDENT and page.is_clean
             if not (is_due or is_over):
+                next_due = min(next_due, action.deadline)
                 continue
             if self._pager.evictor.may_leave(page.id) and self._leave(page, action):
                 self.leaving.pop(number, None)
                 if moment < action.deadline:
-                    insort(self._corrections, (action.deadline, page.frame_bytes))
+                    self._correct(action.deadline, page.frame_bytes)
                 self._retry_at = 0
             elif is_due:
                 self.leaving.pop(number, None)
                 self._drop(number, "the page was in use at the deadline of its eviction")
+            else:
+                next_due = 0  # it could go, but is in use now
+        self._next_due = next_due
 
     def _leave(self, page: Page, action: Evict) -> bool:
         try:
@@ -258,6 +278,8 @@ class PlanRunner:
     # --- coming ----------------------------------------------------------------------------------
 
     def _fetch(self, moment: int) -> None:
+        if self._is_stuck(moment):
+            return
         kept: list[tuple[int, int, int, Fetch]] = []
         waiting, self.waiting = self.waiting, []
         for position, entry in enumerate(waiting):
@@ -274,14 +296,29 @@ class PlanRunner:
                 kept.append(entry)  # a copy to or from the disk is in the way
                 continue
             if not self._has_room(page, moment, action.deadline):
+                self._stuck = None if kept else entry
                 kept += waiting[position:]
                 break
             if self._pager.prefetcher.begin(page):
                 self.unused[action.page] = action.deadline
-                insort(self._corrections, (action.deadline, -page.frame_bytes))
+                self._correct(action.deadline, -page.frame_bytes)
             else:
                 self._drop(action.page, "the device or the tier below refused")
         self.waiting = kept + self.waiting  # new ones: from a wait without the lock
+
+    def _is_stuck(self, moment: int) -> bool:
+        """Whether the first fetch found no room the last time, and would find none again."""
+        entry = self.waiting[0]
+        if entry is not self._stuck or entry[0] <= moment:
+            return False
+        pager, book, page = self._pager, self._book, self._pages[entry[3].page]
+        if page is None or book is None or not page.can_be_fetched:
+            return False
+        used_bytes = pager.table.device_used_bytes
+        if used_bytes + page.frame_bytes > pager.budget_bytes - pager.overhead_bytes:
+            return True
+        beyond = used_bytes - book.base_bytes[moment]
+        return moment < self._retry_at and beyond > self._retry_below
 
     def _has_room(self, page: Page, moment: int, deadline: int) -> bool:
         """See [Note: What a fetch may take]."""
@@ -293,27 +330,21 @@ class PlanRunner:
         if used_bytes + nbytes > limit_bytes or pager.reservations.queue:
             return False
         beyond = used_bytes - book.base_bytes[moment]
-        if moment < self._retry_at and beyond > self._retry_below:
-            return False
-        room = limit_bytes - nbytes - beyond
-        if self._corrections and self._corrections[0][0] <= moment:
-            # `base_bytes` knows of evictions that are due now, and not of fetches that are.
-            self._corrections = [
-                (at, change)
-                for at, change in self._corrections
-                if at > moment or (at == moment and change < 0)
-            ]
-        begin = moment
-        for at, change in (*self._corrections, (deadline, 0)):
-            until = min(at, deadline)
-            if begin < until:
-                busiest = max(book.busy_bytes[begin:until])
-                if busiest > room:
-                    self._retry_at = book.busy_bytes.index(busiest, begin, until) + 1
-                    self._retry_below = beyond - (busiest - room)
-                    return False
-                begin = until
-            if at >= deadline:
-                return True
-            room -= change
-        return True
+        corrections = self._corrections
+        # `base_bytes` knows of evictions that are due now, and not of fetches that are.
+        while corrections and (
+            corrections[0][0] < moment or (corrections[0][0] == moment and corrections[0][1] < 0)
+        ):
+            self._passed_bytes -= heappop(corrections)[1]
+        room = limit_bytes - nbytes - beyond + self._passed_bytes
+        busiest_bytes, busiest = self._expected.busiest(moment, deadline)
+        if busiest_bytes <= room:
+            return True
+        self._retry_at = busiest + 1
+        self._retry_below = beyond - (busiest_bytes - room)
+        return False
+
+    def _correct(self, deadline: int, nbytes: int) -> None:
+        """From a deadline on the page's bytes are not what the plan says, but `nbytes` more."""
+        heappush(self._corrections, (deadline, -nbytes))
+        self._expected.add((deadline, self._expected.num_moments - deadline), nbytes)

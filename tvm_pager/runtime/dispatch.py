@@ -5,7 +5,7 @@
     the kernel through it and the paged result 2.7; finding operands, lock, journal and its replay
     2.4; the page's birth and death 1.7. So what counts is the number of steps in Python and of
     calls into C; docs/performance.md has what each idea gave. The fast path is `dispatch`: flat
-    operands, all resident, no copies below that a write makes void, outputs that provably fit. One
+    operands, all resident or on their way in stream order, outputs that provably fit. One
     plan per operator, one flat loop over its tensor positions, torch's own Python function instead
     of the boxed operator (bindings.py), uses that are journalled and replayed to the policy later,
     no pins under the lock, nothing to fit in where there is no budget, no members of enumerations
@@ -56,7 +56,8 @@ _Generator = torch.Generator
 _new_empty = torch.ops.aten.new_empty.default
 _lift_fresh = torch.ops.aten.lift_fresh.default
 _NONE_UNPAGED: list[torch.Tensor] = []
-_RESIDENT = PageState.RESIDENT
+_RESIDENT, _WRITING_BACK = PageState.RESIDENT, PageState.WRITING_BACK
+_FETCHING = PageState.FETCHING
 _POINTWISE_ITEM_BYTES = 16  # complex128, the widest result a pointwise operator can give
 
 
@@ -108,9 +109,9 @@ def dispatch(
                 page.state is not _RESIDENT
                 or page.pager is not context
                 or page.executors is not None
-                or (page.has_copies and plan.writes and _writes(plan, args, page))
+                or (page.has_copies and plan.writes)
             ):
-                is_fast = False
+                is_fast = is_fast and _is_ready(context, plan, args, page)
         if is_fast:
             policy = core.device_policy
             if len(policy.journal) > JOURNAL_LIMIT:
@@ -210,9 +211,35 @@ def _fits(context: PagingContext, plan: OperatorPlan, args: tuple[Any, ...], kwa
         for position in plan.tensor_positions:
             if position < len(args) and isinstance(args[position], _Tensor):
                 bound *= args[position].numel()
-    if bound > free or (not plan.is_pointwise if plan.creates else not context.is_cpu):
+    if bound > free or not (plan.is_pointwise or (context.is_cpu and not plan.creates)):
         bound = _known_bytes(context, id(plan.operator), args, kwargs)
     return bound <= free and table.committed_bytes + bound <= core.commit_limit_bytes
+
+
+def _is_ready(
+    context: PagingContext, plan: OperatorPlan, args: tuple[Any, ...], page: Page
+) -> bool:
+    """Whether the fast path may use an operand, after what that takes and nobody waits for.
+
+    Lets the operation come after a fetch in stream order, and says that copies below are about to
+    be stale. The lock is held.
+
+    Raises:
+        TransferError: its fetch has failed.
+    """
+    core = context.core
+    if page.pager is not context or page.executors is not None or core.flight.checker is not None:
+        return False
+    if page.state is _FETCHING:
+        for ticket in page.tickets:
+            if not ticket.is_certain:
+                return False
+        core.flight.arrive(page)
+    if plan.writes and _writes(plan, args, page):
+        if page.state is not _RESIDENT or page.has_source:
+            return False
+        core.written(page)
+    return page.state is _RESIDENT or page.state is _WRITING_BACK
 
 
 def _writes(plan: OperatorPlan, args: tuple[Any, ...], page: Page) -> bool:

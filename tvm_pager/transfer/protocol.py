@@ -35,6 +35,9 @@ __all__ = ["Backend", "Checker", "Lane", "Piece", "Priority", "Recipe", "Ticket"
 class Lane(enum.Enum):
     """One direction between two tiers."""
 
+    # Members are singletons, and Enum's own hash is a Python call per look-up.
+    __hash__ = object.__hash__
+
     D2H = "d2h"
     H2D = "h2d"
     H2N = "h2n"

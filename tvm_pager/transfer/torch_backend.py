@@ -85,7 +85,7 @@ class TorchBackend:
     ) -> None:
         options = options or TorchBackendOptions()
         self.device = torch.device(torch_device)
-        is_cuda = self.device.type == "cuda"
+        self._is_cuda = is_cuda = self.device.type == "cuda"
         if is_cuda and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.accounted_bytes: Callable[[], int] = lambda: 0
@@ -354,10 +354,6 @@ class TorchBackend:
             return raw_alias(storage, torch.device("cpu"))
 
     # --- start -----------------------------------------------------------------------------------
-
-    @property
-    def _is_cuda(self) -> bool:
-        return self.device.type == "cuda"
 
     def _make_lanes(self) -> dict[Lane, tuple[Copier, StreamLane | ThreadLane]]:
         """The lanes, each with what copies on it; see [Note: Lanes]."""

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     Span = tuple[int, int]  # the first moment and the number of moments
@@ -36,6 +38,11 @@ class Occupancy:
         self.nbytes = np.array(nbytes, np.int64)
         self.num_moments = len(self.nbytes)
 
+    @classmethod
+    def of(cls, nbytes: Sequence[int]) -> Occupancy:
+        """From plain numbers."""
+        return cls(np.array(nbytes, np.int64))
+
     def add(self, span: Span, nbytes: int) -> None:
         """Adds to all moments of the range."""
         for part in self._parts(*span):
@@ -45,6 +52,15 @@ class Occupancy:
         """The most in the range. The empty range has less than any."""
         peaks = [int(part.max()) for part in self._parts(*span) if len(part)]
         return max(peaks, default=-(1 << 62))
+
+    def busiest(self, start: int, stop: int) -> tuple[int, int]:
+        """The most from `start` on and before `stop`, within one iteration, and where first.
+
+        Raises:
+            ValueError: there is no such moment.
+        """
+        place = int(self.nbytes[start:stop].argmax())
+        return int(self.nbytes[start + place]), start + place
 
     def peaks(self, starts: IntArray, lengths: IntArray) -> IntArray:
         """The most in each of many ranges that are not empty: 3 ms for 10,000 moments."""
