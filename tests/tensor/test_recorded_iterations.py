@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import tvm_pager
 from tests.trials.harness import KIB, batch, mlp, small_pager
 from tvm_pager.planning import PageKind, Phase, Trace
 
@@ -141,3 +142,41 @@ def test_an_error_inside_a_step_of_an_optimizer_ends_no_boundaries(tmp_path: Pat
         for index in range(6):
             train_step(model, optimizer, index)
         assert num_iterations(pager) >= 5
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["plain", "of another pager"])
+def test_the_optimizer_of_another_model_ends_no_iteration(tmp_path: Path, is_paged: bool) -> None:
+    other, model = mlp(1), mlp(2)
+    others_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pager = tvm_pager.page(model, optimizer, torch_device="cpu", host=256 * KIB, policy="belady")
+    others_pager = (
+        tvm_pager.page(other, others_optimizer, torch_device="cpu", host=256 * KIB)
+        if is_paged
+        else None
+    )
+    try:
+        pager.record()  # else nobody asks where an iteration ends
+        for index in range(4):
+            train_step(model, optimizer, index)
+            model[0].weight.detach().sum()  # the next iteration has begun
+            train_step(other, others_optimizer, index)
+        assert num_iterations(pager) == 4
+    finally:
+        pager.close()
+        if others_pager is not None:
+            others_pager.close()
+
+
+def test_an_unpaged_head_on_a_paged_model_ends_iterations(tmp_path: Path) -> None:
+    model, head = mlp(2), torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    pager = tvm_pager.page(model, torch_device="cpu", host=256 * KIB)
+    try:
+        pager.record()
+        for index in range(4):
+            head(model(batch(index))).square().mean().backward()
+            optimizer.step()
+        assert num_iterations(pager) == 4
+    finally:
+        pager.close()

@@ -5,7 +5,8 @@
     - The end of `optimizer.step()`: the first operation after it that is neither in another
       optimizer's step nor in backward begins the next iteration. So two optimizers for one model
       make one iteration, and so does an optimizer per parameter that steps inside backward; two
-      that alternate (GAN) make two.
+      that alternate (GAN) make two. One of which no parameter
+      and no gradient is a page is another program's.
     - Where no optimizer steps in between, the second and each later entry of a whole model without
       gradients (evaluation, generation), and the next entry with gradients after these. A single
       one, such as a teacher's, is part of its iteration.
@@ -22,12 +23,16 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from tvm_pager.runtime.storage import page_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tvm_pager.runtime.context import PagingContext
 
 __all__ = ["Boundaries"]
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Boundaries:
@@ -78,10 +83,13 @@ class Boundaries:
             self._context.core.iterations.pass_boundary()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._context.record.num_updating += 1
+        if self._is_ours(optimizer):
+            self._context.record.num_updating += 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         context = self._context
+        if not self._is_ours(optimizer):
+            return
         context.record.num_updating = max(0, context.record.num_updating - 1)
         if context.is_closed:  # it is, in a forked child
             return
@@ -91,6 +99,19 @@ class Boundaries:
         if not self._is_explicit:
             with context.core.lock:
                 context.core.iterations.end_when(context.record.is_between)
+
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it updates a page of this pager, by one, or what is no plain tensor."""
+        context = self._context
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for tensor in (parameter, parameter.grad):
+                    page = None if tensor is None else page_of(tensor)
+                    if page is not None and page.pager is context:
+                        return True
+                    if page is None and tensor is not None and type(tensor) not in _PLAIN:
+                        return True
+        return False
 
 
 def _call(method: weakref.WeakMethod[Any], arguments: tuple[Any, ...]) -> None:
