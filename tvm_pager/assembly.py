@@ -14,6 +14,7 @@ from tvm_pager.observe.profile.cache import load_or_measure
 from tvm_pager.paging import DemandPager
 from tvm_pager.paging.limits import write_behind_bytes
 from tvm_pager.paging.pager import UNLIMITED_BYTES
+from tvm_pager.paging.succession import change_policy
 from tvm_pager.planning import HardwareProfile, Policy, load_policy
 from tvm_pager.runtime.context import PagingContext
 from tvm_pager.runtime.device import (
@@ -46,6 +47,7 @@ class Parts:
 
     Attributes:
         room: adapts the device budget; None on the CPU.
+        hardware: what policies plan with; None: no policy so far has needed it.
     """
 
     device: torch.device
@@ -55,6 +57,20 @@ class Parts:
     context: PagingContext
     counters: Counters
     room: DeviceRoom | None
+    hardware: HardwareProfile | None
+
+    def set_policy(self, config: PagerConfig, make_pager: MakePager) -> None:
+        """See `Pager.set_policy`. The other options of `config` are those of the open pager."""
+        make_policy = load_policy(config.policy)
+        if self.hardware is None and make_policy.plan is not Policy.plan:
+            self.hardware = _hardware(config, self.device, make_pager, may_measure=False)
+        hardware = self.hardware
+        change_policy(
+            self.core,
+            make_policy,
+            hardware=None if hardware is None else lambda: hardware,
+            disk_engine=_disk_engine(hardware, self.backend.engine),
+        )
 
     def set_budgets(self, device_bytes: int | None, host_bytes: int | None) -> None:
         """See `Pager.set_budgets`."""
@@ -133,17 +149,24 @@ def assemble(config: PagerConfig, make_pager: MakePager, sink: EventSink | None 
         room = DeviceRoom(core, device, config.headroom_bytes(memory))
         if config.host is not None:
             backend.build_host(_tell)
-    return Parts(device, budgets, backend, core, context, counters, room)
+    return Parts(device, budgets, backend, core, context, counters, room, hardware)
 
 
-def _hardware(config: PagerConfig, device: torch.device, make_pager: MakePager) -> HardwareProfile:
+def _hardware(
+    config: PagerConfig, device: torch.device, make_pager: MakePager, *, may_measure: bool = True
+) -> HardwareProfile:
     """See `PagerConfig.profile`. Blocks where it has to measure."""
     if config.profile is not None:
         return HardwareProfile.load(config.profile)
     if device.type == "cpu":
         return assumed_profile(config.engine)
     return load_or_measure(
-        make_pager, torch_device=str(device), nvme=config.nvme, is_quick=True, say=_log.info
+        make_pager,
+        torch_device=str(device),
+        nvme=config.nvme,
+        is_quick=True,
+        may_measure=may_measure,
+        say=_log.info,
     )
 
 

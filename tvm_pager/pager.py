@@ -12,7 +12,7 @@ from tvm_pager.assembly import assemble
 from tvm_pager.config import PagerConfig
 from tvm_pager.errors import PagerClosedError, PagerError, TransferError
 from tvm_pager.interrupts import Shield
-from tvm_pager.observe.snapshot import take_stats
+from tvm_pager.observe.inspection import Inspection
 from tvm_pager.runtime import adoption, closing
 from tvm_pager.runtime.boundaries import Boundaries
 from tvm_pager.runtime.checkpoint import LoadReport, load
@@ -32,16 +32,13 @@ if TYPE_CHECKING:
     import torch
 
     from tvm_pager.events import EventSink
-    from tvm_pager.memory import Tier
-    from tvm_pager.observe.counters import Stats
-    from tvm_pager.planning import Trace
 
 __all__ = ["Pager", "active_pager"]
 
 _active = threading.local()
 
 
-class Pager:
+class Pager(Inspection):
     """One address space over device memory, page-locked DRAM and an NVMe swap file.
 
     As a context manager, everything created on its device inside the context becomes pages; the
@@ -223,19 +220,6 @@ class Pager:
         self._entry.forget(owners)
         return adoption.restore(self._context, owners)
 
-    def is_paged(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage is a page of this pager."""
-        page = page_of(tensor)
-        return page is not None and page.pager is self._context
-
-    def residency(self, tensor: torch.Tensor) -> Tier:
-        """The highest tier that holds all current bytes of the tensor's storage."""
-        page = page_of(tensor)
-        if page is None or page.pager is not self._context:
-            raise PagerError(f"the tensor of shape {tuple(tensor.shape)} is not paged here")
-        with self._core.lock:
-            return self._core.table.tier_of(page)
-
     def evict_all(self) -> int:
         """Pushes every evictable page off the device; returns the bytes freed. Blocks.
 
@@ -295,21 +279,29 @@ class Pager:
         sizes = [None if size is None else parse_bytes(size) for size in (device, host)]
         self._parts.set_budgets(*sizes)
 
-    # --- looking ---------------------------------------------------------------------------------
+    def set_policy(self, policy: str) -> None:
+        """Lets another policy decide from now on, on the same pages.
 
-    def stats(self) -> Stats:
-        """A snapshot of the counters; its `str` is a table."""
-        with self._core.lock:
-            self._pass_on_notices()
-            return take_stats(self._context, self._backend, self._counters, self._entry.names)
+        Best called between iterations: what was recorded stays, and where the program's iteration
+        is known the new policy plans the next one. In the middle of one the plan that is followed
+        is left, and what comes up to the iteration's end moves on demand. Prefetches that are under
+        way arrive, evictions end. Waits for no transfer; takes the time of reading a hardware
+        profile, if no policy so far has needed one, and O(pages).
 
-    def trace(self) -> Trace | None:
-        """The iteration that was recorded last; None: none was.
+        Args:
+            policy: as in `Pager`.
 
-        A policy that plans has iterations recorded where they do not fit on the device; for any
-        other one ask with `record`.
+        Raises:
+            ConfigError: no name, or a policy that plans needs a hardware profile and there is none.
+            PagerClosedError: this pager has been closed.
+            PagerError: an operation is running, in this thread or another.
+            PolicyError: the policy is unknown or broken.
+            In each case nothing has changed.
         """
-        return self._core.iterations.latest
+        self._refuse_closed("set_policy")
+        config = self.config.replace(policy=policy)
+        self._parts.set_policy(config, _plain_pager)
+        self.config = config
 
     def record(self) -> None:
         """Has the next two iterations recorded, whatever the policy; `trace` gives the second.
@@ -319,22 +311,6 @@ class Pager:
         self._refuse_closed("record")
         with self._core.lock:
             self._core.iterations.record()
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError if the books contradict docs/states.md. O(pages)."""
-        self._core.check_invariants()
-
-    def translate(self, va: int) -> Any:
-        """Tier, frame offset and page of a virtual address, as in errors and traces.
-
-        KeyError if nobody owns it.
-        """
-        with self._core.lock:
-            return self._core.table.translate(va)
-
-    @property
-    def closed(self) -> bool:
-        return self._context.is_closed
 
     # --- end -------------------------------------------------------------------------------------
 

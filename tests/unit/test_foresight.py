@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.model.programs import Rig, training
 from tvm_pager.memory import PageKind, Tier
-from tvm_pager.planning import Eviction, Policy, load_policy
+from tvm_pager.planning import Eviction, MovementPlan, Policy, load_policy
 
 
 def test_who_asks_for_the_next_use_has_iterations_followed() -> None:
@@ -56,6 +58,34 @@ def test_a_policy_decides_about_its_kinds_and_lru_about_the_others() -> None:
         rig.pager.make_room(rig.pager.budget_bytes, "test")
     assert rig.pager.table.device_used_bytes == 0
     assert set(asked) == {PageKind.PARAM}
+    rig.end()
+
+
+@pytest.mark.parametrize("kinds", [None, frozenset({PageKind.PARAM})])
+def test_who_plans_for_some_kinds_only_is_asked_where_its_plan_foresaw_nothing(
+    kinds: frozenset[PageKind] | None,
+) -> None:
+    asked: list[int] = []
+    own = kinds
+
+    class Planning(load_policy("lru")):  # type: ignore[misc]
+        kinds = own
+
+        def plan(self, trace: Any, hardware: Any, limits: Any) -> MovementPlan:
+            asked.clear()
+            return MovementPlan(())
+
+        def choose_victims(self, tier: Tier, need_bytes: int, view: Any) -> Any:
+            asked.append(need_bytes)
+            return super().choose_victims(tier, need_bytes, view)
+
+    rig = Rig(Planning, device=56 * 512)
+    rig.weights()
+    for _ in range(8):
+        rig.iterate(training())
+    assert rig.pager.iterations.outcomes.counts["complete"] >= 4
+    # Else the trace knows better than LRU what is not needed for long.
+    assert bool(asked) == (kinds is not None)
     rig.end()
 
 

@@ -93,6 +93,11 @@ class Evictor:
             pass
         return before - pager.table.device_used_bytes
 
+    def forget_chosen(self) -> None:
+        """The next victims are chosen anew: another policy chooses from now on."""
+        self._chosen.clear()
+        self._num_chosen_bytes = 0
+
     def may_leave(self, page_id: int) -> bool:
         """Whether the page could be evicted now."""
         pager = self._pager

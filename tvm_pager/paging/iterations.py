@@ -18,6 +18,7 @@ from tvm_pager.paging.plan_runner import PlanRunner
 from tvm_pager.paging.recorder import Recorder
 from tvm_pager.paging.trace_shelf import TraceShelf
 from tvm_pager.paging.victims import choose_by_plan
+from tvm_pager.paging.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -72,11 +73,12 @@ class Iterations:
         # Follows what is recorded, to tell whether it is nearly what is known, and does nothing.
         self._shadow: Follower | None = None
         self._left_at: tuple[KnownTrace, list[Page | None], int] | None = None
-        self._watch: Callable[[str, Sequence[Page]], bool] | None = None
-        self._is_over: Callable[[], bool] | None = None  # else the iteration goes on
+        self._watch = Watch(pager, self.pass_boundary)
         self._num_asked = 0  # iterations to be recorded in any case
         self._told = ""  # the last summary that somebody has asked for
         self._is_closed = False
+        self._is_concluded = False  # the iteration has ended, and the next one has not begun
+        self._is_resuming = False  # another policy has taken over since an iteration was followed
         self._num_evicted = 0
 
     # --- what the pager and its drivers tell -----------------------------------------------------
@@ -123,9 +125,8 @@ class Iterations:
         """The iteration is over when an operation comes for which `is_over()`."""
         if self._is_closed:
             return
-        if self.planner.wants_traces or self._num_asked:
-            self._is_over = is_over
-            self._listen(self._watch)
+        if self.planner.wants_traces or self._num_asked or self.follower or self.recorder:
+            self._watch.end_when(is_over)
         else:
             self.pass_boundary()
 
@@ -135,22 +136,29 @@ class Iterations:
         Raises:
             PolicyError: the policy misbehaved, and the pager is strict.
         """
-        self._is_over = None
-        self._listen(self._watch)
+        self._watch.end_when(None)
         if self._is_closed or self._is_empty():
             return
-        self.outcomes.counts["iterations"] += 1
-        known, self._next_origins = None, {}
-        try:
-            known = self._end()
-        finally:
-            self._origins = self._next_origins
-        if self._previous is not None:
-            self._previous.followed_by(known)
-        self._previous = known
+        self._conclude()
+        self._is_concluded = False
         self.outcomes.begin(self._pager.table.created_bytes)
         self._known.pass_boundary()
         self._begin()
+
+    def succeed(self, planner: Planner) -> None:
+        """Another policy plans from the next boundary on; until then there is no plan.
+
+        What is recorded stays, and goes on. What the plan has fetched stays where it is.
+        """
+        self.planner = planner
+        self.runner.stop(keep_from=0)
+        self._known.forget_plans()
+        self._is_resuming = True
+        if self._watch.is_over and not self._is_empty():
+            self._conclude()  # it has been followed to its end, which counts
+        elif self.follower is not None:
+            self.follower = self._previous = None
+            self._watch.listen(None if self.recorder is None else self._record)
 
     def close(self) -> None:
         """The pager ends: tells what became of the iterations."""
@@ -158,8 +166,8 @@ class Iterations:
             return
         self.runner.stop()
         self._stop_recording()
-        self._is_closed, self._is_over, self.follower = True, None, None
-        self._listen(None)
+        self._is_closed, self.follower = True, None
+        self._watch.end()
         told, summary = self._told, self.summary()
         if summary and summary != told and self.planner.wants_traces:
             self._pager.notice(summary)
@@ -177,9 +185,12 @@ class Iterations:
         return self.follower is not None and self.follower.known.book is not None
 
     def victims(self, need_bytes: int) -> list[Eviction] | None:
-        """Who leaves by the plan that is followed; None: the policy has to be asked."""
+        """Who leaves by the plan that is followed; None: the policy has to be asked.
+
+        Always so where it decides about some kinds of pages only: LRU has the others.
+        """
         follower = self.follower
-        if follower is None or follower.known.book is None:
+        if follower is None or follower.known.book is None or self.planner.kinds is not None:
             return None
         return choose_by_plan(self._pager, follower, self.runner, need_bytes)
 
@@ -199,7 +210,7 @@ class Iterations:
             if other is not None:
                 self.outcomes.counts["taken over"] += 1
                 self.follower = other
-                self._listen(other.advance)
+                self._watch.listen(other.advance)
                 if known.book is None:
                     self.runner.stop()
                 else:
@@ -227,9 +238,22 @@ class Iterations:
         self._report(follower, is_complete=False)
         self.runner.stop()
         self.follower = None
-        self._listen(self._record if self.recorder is not None else None)
+        self._watch.listen(self._record if self.recorder is not None else None)
 
     # --- the end of an iteration -----------------------------------------------------------------
+
+    def _conclude(self) -> None:
+        if self._is_concluded:
+            return
+        self.outcomes.counts["iterations"] += 1
+        known, self._next_origins = None, {}
+        try:
+            known = self._end()
+        finally:
+            self._origins = self._next_origins
+        if self._previous is not None:
+            self._previous.followed_by(known)
+        self._previous, self._is_concluded = known, True
 
     def _is_empty(self) -> bool:
         follower, recorder = self.follower, self.recorder
@@ -241,7 +265,7 @@ class Iterations:
         """What the iteration turned out to be; None: nobody knows."""
         follower = self.follower
         self.follower = None
-        self._listen(None)
+        self._watch.listen(None)
         if follower is None:
             return self._end_recording() if self.recorder is not None else None
         is_over = follower.is_over
@@ -258,20 +282,17 @@ class Iterations:
             self.outcomes.departed(follower)
             self.runner.stop()
         self._report(follower, is_complete=is_over)
-        if is_over:
-            self._next_origins = follower.origins()
-            return follower.known
-        return self._end_elsewhere(follower)
+        if not is_over:
+            return self._end_elsewhere(follower)
+        self._next_origins = follower.origins()
+        return follower.known
 
     def _end_elsewhere(self, follower: Follower) -> KnownTrace | None:
         """An iteration that was followed, and not to the end."""
         if self.recorder is None and follower.is_exact:
             known = self._known.with_beginning(follower.known, follower.index)
             if known is not None:
-                self._next_origins = {
-                    page_id: (known.id, number)
-                    for page_id, (_, number) in follower.origins().items()
-                }
+                self._next_origins = known.as_own(follower.origins())
                 return known
             if self._may_record():
                 self._left_at = follower.known, list(follower.pages), follower.index
@@ -279,10 +300,8 @@ class Iterations:
         return None if self.recorder is None else self._end_recording()
 
     def _end_recording(self) -> KnownTrace | None:
-        recorder = self.recorder
+        recorder, left_at, shadow = self.recorder, self._left_at, self._shadow
         assert recorder is not None
-        left_at, self._left_at = self._left_at, None
-        shadow, self._shadow = self._shadow, None
         self._stop_recording()
         self._pager.sample_overhead()
         recorder.overhead_bytes = self._pager.overhead_bytes
@@ -301,12 +320,7 @@ class Iterations:
             known.confirm_as_like(shadow.known, recording, shadow.pages)
             self._known.replace(shadow.known, known)
         self.latest = known.trace
-        self._next_origins = {
-            page_id: (known.id, number)
-            for page_id, number in recording.numbers.items()
-            if recording.trace.pages[number].born is not None
-            and recording.trace.pages[number].died is None
-        }
+        self._next_origins = known.origins_in(recording)
         return known
 
     def _report(self, follower: Follower, *, is_complete: bool) -> None:
@@ -321,14 +335,18 @@ class Iterations:
 
     def _begin(self) -> None:
         if not self._is_wanted():
+            self._previous = None  # what comes next will not be known
             return
         known = self._known.expected(self._previous)
+        if known is None and self._is_resuming:
+            known = self._known.confirmed()  # nobody has looked meanwhile what the program does
+        self._is_resuming = False
         may_follow = known is not None and known.is_confirmed and not self._num_asked
         if not may_follow and self._may_record():
             self._start_recording()
             if known is not None:
                 self._shadow = Follower(self._pager.table, known, self._origins, None, Onlooker())
-            self._listen(self._record)
+            self._watch.listen(self._record)
             return
         if not may_follow:
             known = self._known.confirmed()
@@ -338,7 +356,7 @@ class Iterations:
         self.planner.plan(known, self._limits())
         self.outcomes.counts["planned"] += known.book is not None
         self.follower = Follower(self._pager.table, known, self._origins, self.runner, self)
-        self._listen(self.follower.advance)
+        self._watch.listen(self.follower.advance)
         self.follower.begin_plan()
 
     def _is_wanted(self) -> bool:
@@ -360,20 +378,6 @@ class Iterations:
         pager = self._pager
         return self.planner.limits(pager.table, pager.budget_bytes - pager.overhead_bytes)
 
-    # --- listening -------------------------------------------------------------------------------
-
-    def _listen(self, watch: Callable[[str, Sequence[Page]], bool] | None) -> None:
-        self._watch = watch
-        self._pager.watch = watch if self._is_over is None else self._wait
-
-    def _wait(self, name: str, pages: Sequence[Page]) -> bool:
-        """Looks, before each operation, whether it begins the next iteration."""
-        # Profilers mark what they see by operations of their own.
-        if (pages or name.startswith("aten::")) and self._is_over is not None and self._is_over():
-            self.pass_boundary()
-        watch = self._watch
-        return watch is None or watch(name, pages)
-
     # --- recording -------------------------------------------------------------------------------
 
     def _start_recording(self) -> None:
@@ -391,7 +395,7 @@ class Iterations:
         """Sends each operation on the general path, where it is taken down."""
         if self.recorder is None or self.recorder.is_full:
             self._stop_recording()
-            self._listen(None)
+            self._watch.listen(None)
             return True
         if self._shadow is not None:
             self._shadow.advance(name, pages)

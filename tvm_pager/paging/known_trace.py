@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tvm_pager.memory import Page
     from tvm_pager.paging.plan_book import PlanBook
@@ -71,6 +71,19 @@ class KnownTrace:
                 uses[number].append(index)
         self.uses = uses
         self.created_bytes = sum(page.frame_bytes for page in pages if page.born is not None)
+
+    def origins_in(self, recording: Recording) -> dict[int, Origin]:
+        """Of the pages that the recorded iteration has created and that are alive; by page id."""
+        pages = recording.trace.pages
+        return {
+            page_id: (self.id, number)
+            for page_id, number in recording.numbers.items()
+            if pages[number].born is not None and pages[number].died is None
+        }
+
+    def as_own(self, origins: Mapping[int, Origin]) -> dict[int, Origin]:
+        """The same numbers in this trace, which begins as the other one."""
+        return {page_id: (self.id, number) for page_id, (_, number) in origins.items()}
 
     def is_same_as(self, recording: Recording) -> bool:
         """Whether the recording is of an iteration that does the same to the same pages."""

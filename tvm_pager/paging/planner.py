@@ -35,6 +35,7 @@ class Planner:
         wants_traces: whether iterations are recorded and followed: the policy plans, or has asked
             when pages are used next.
         num_errors: what the policy has done wrong.
+        kinds: see `Policy`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Planner:
     ) -> None:
         self.wants_traces = type(policy).plan is not Policy.plan
         self.num_errors = 0
+        self.kinds = policy.kinds
         self._policy = policy
         self._gives_feedback = type(policy).feedback is not Policy.feedback
         self._hardware = hardware
@@ -55,6 +57,23 @@ class Planner:
         self._report = report
         self._strict = strict
         self._reported: set[str] = set()
+
+    def successor(
+        self,
+        policy: Policy,
+        hardware: Callable[[], HardwareProfile] | None,
+        disk_engine: str | None,
+    ) -> Planner:
+        """The same for another policy; None: as here. Errors are counted on."""
+        planner = Planner(
+            policy,
+            hardware or self._hardware,
+            disk_engine or self._disk_engine,
+            self._report,
+            strict=self._strict,
+        )
+        planner.num_errors = self.num_errors
+        return planner
 
     def limits(self, table: PageTable, device_bytes: int) -> Limits:
         """What holds now. `device_bytes` are for pages and workspaces."""

@@ -48,11 +48,6 @@ class TierPolicy:
         kind_of: Callable[[int], PageKind],
     ) -> None:
         self.tier = tier
-        self.policy = policy
-        if type(policy).choose_victims is Policy.choose_victims:
-            self.policy = make_fallback()
-        elif policy.kinds is not None:
-            self.policy = KindSplit(policy, make_fallback(), kind_of)
         self.num_errors = 0
         # What was used since the last replay: first outside operations, then by each operation and
         # after it. The dispatch appends directly.
@@ -63,6 +58,19 @@ class TierPolicy:
         self._make_fallback = make_fallback
         self._report = report
         self._strict = strict
+        self._kind_of = kind_of
+        self.policy = self._completed(policy)
+
+    def taught(self, policy: Policy) -> Policy:
+        """Completes a policy and tells it of all residents, in the order of their last use.
+
+        It takes over when it is assigned to `policy`. Raises what the policy raises.
+        """
+        self.replay()
+        successor = self._completed(policy)
+        for page in sorted(self._known.values(), key=lambda page: page.last_use):
+            successor.on_insert(page.id)
+        return successor
 
     def used(self, page: Page) -> None:
         """The page is resident in the tier and was used (or has just arrived)."""
@@ -146,6 +154,14 @@ class TierPolicy:
         for page in self._known.values():
             if not self._is_resident(page):
                 raise AssertionError(f"policy of {self.tier.name} still knows {page!r}")
+
+    def _completed(self, policy: Policy) -> Policy:
+        """The policy, with the fallback for what it does not decide."""
+        if type(policy).choose_victims is Policy.choose_victims:
+            return self._make_fallback()
+        if policy.kinds is not None:
+            return KindSplit(policy, self._make_fallback(), self._kind_of)
+        return policy
 
     def _fault_of(
         self, chosen: list[Eviction] | None, need_bytes: int, view: PagerView

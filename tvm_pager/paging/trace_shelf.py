@@ -51,6 +51,11 @@ class TraceShelf:
         """The trace is followed now."""
         known.last_followed = self._now
 
+    def forget_plans(self) -> None:
+        """Traces stay, and are planned anew when they are followed."""
+        for known in self._known:
+            known.book = known.limits = None
+
     def keep(self, recording: Recording) -> KnownTrace:
         """The trace that the recording is of: a known one, which it confirms, or a new one."""
         for known in self._known:

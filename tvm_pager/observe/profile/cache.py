@@ -38,6 +38,7 @@ def load_or_measure(
     nvme: str | os.PathLike[str] | None = None,
     is_quick: bool = False,
     is_refresh: bool = False,
+    may_measure: bool = True,
     effort: Effort | None = None,
     directory: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
@@ -53,12 +54,13 @@ def load_or_measure(
         nvme: directory whose disk belongs to the profile, or None.
         is_quick: rough figures will do.
         is_refresh: measure in any case.
+        may_measure: False: a profile that is not there is an error.
         effort: how much to measure, instead of what `is_quick` means.
         directory: where profiles lie; None for the user's cache directory.
         say: told of progress, a line each.
 
     Raises:
-        ConfigError: the device or the directory cannot be used.
+        ConfigError: the device or the directory cannot be used, or nothing may be measured.
         PagerError: see `measure`.
     """
     from tvm_pager.observe.profile.identity import identify
@@ -75,6 +77,11 @@ def load_or_measure(
             if profile is not None:
                 say(f"measured {profile.machine.measured_at}, kept in {path}")
                 return profile
+    if not may_measure:
+        raise ConfigError(
+            "there is no hardware profile of this machine, and it is not measured while a pager "
+            "that is open takes its memory: run `tvm-pager profile`, or give Pager(profile=FILE)"
+        )
     effort = effort or (QUICK if is_quick else FULL)
     profile = measure(device, nvme, identity, effort, make_pager, say)
     _write(profile, quick if effort.is_quick else full)
