@@ -56,7 +56,10 @@ def after_events(
 ) -> Iterator[bool]:
     """Lets the copies come after what was queued elsewhere when the transfer was submitted."""
     for event in waits:
-        stream.wait_event(event)
+        # A transfer that was queued for a while finds its kernels done, and the link idles less
+        # between two copies without a wait there.
+        if not event.query():  # type: ignore[no-untyped-call]
+            stream.wait_event(event)
     yield from steps
 
 
