@@ -160,6 +160,26 @@ def test_a_fault_is_behind_the_window_only(lane: StreamLane) -> None:
 
 
 @pytest.mark.usefixtures("still")
+def test_the_window_grows_while_no_fault_comes_and_is_small_again_after_one(
+    lane: StreamLane,
+) -> None:
+    stream = stream_of(lane)
+    submit(lane, "a", 1000, PREFETCH)
+    windows = []
+    for _ in range(60):
+        windows.append(len(stream.names) - stream.num_ended)
+        stream.end(windows[-1])
+        lane.pump()
+    assert windows == sorted(windows)
+    assert dict.fromkeys(windows) == dict.fromkeys((2, 4, 8))
+    assert windows.count(2) == 8  # of them, the first one was put there by `submit`
+    submit(lane, "fault", 1, FAULT)
+    stream.end(1000)
+    lane.pump()
+    assert len(stream.names) - stream.num_ended == WINDOW
+
+
+@pytest.mark.usefixtures("still")
 def test_promotion_puts_all_that_is_left_on_the_stream(lane: StreamLane) -> None:
     submit(lane, "a", 2, PREFETCH)
     ticket = submit(lane, "b", 2, PREFETCH)

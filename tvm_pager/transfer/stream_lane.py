@@ -2,14 +2,19 @@
 
 [Note: The pump]
     What is on a stream cannot be overtaken. So urgent transfers are queued on it at once, and the
-    others only while less than `WINDOW_BYTES` are on it: a fault waits for two chunks of 16 MiB,
-    whatever is queued, and small transfers keep the link busy too. Whoever enters the pager looks
-    whether a chunk has ended (`pump`), and so does a thread that waits for the older half of them,
-    as long as anything is queued: a clock would look too late, a chunk takes a third of a
-    millisecond, and waking up for each of many small ones costs more than to put it there. Where
-    others have looked meanwhile, the thread sleeps until all of them have ended: it would only take
-    the interpreter from a launching thread that does the same on its way.
-    Steps cost microseconds and never block, so they run in the thread that looks.
+    others only while less than a window of bytes is on it: a fault waits for that, whatever is
+    queued, and small transfers keep the link busy too. Whoever enters the pager looks whether a
+    chunk has ended (`pump`), and so does a thread that waits for the older half of the window, as
+    long as anything is queued: a clock would look too late, and waking up for each chunk costs more
+    than to put it there. Steps cost microseconds and never block, so they run in the thread that
+    looks.
+
+[Note: The window]
+    It begins as two chunks of 16 MiB, 0.7 ms of a fast link: half of that is little time to wake up
+    in beside a launching thread that has the interpreter, and the link idles when it is not enough.
+    So it doubles with every eight windows of bytes in which no fault came, up to `CALM_BYTES`, and
+    is small again when one does: it is programs that follow their plan to which the link's rate
+    matters and that have no faults to wait for it.
 """
 
 from __future__ import annotations
@@ -34,9 +39,10 @@ if TYPE_CHECKING:
 
     from tvm_pager.transfer.protocol import Transfer
 
-__all__ = ["WINDOW_BYTES", "StreamLane"]
+__all__ = ["CALM_BYTES", "WINDOW_BYTES", "StreamLane"]
 
-WINDOW_BYTES = 2 * CHUNK_BYTES
+WINDOW_BYTES, CALM_BYTES = 2 * CHUNK_BYTES, 8 * CHUNK_BYTES
+_CALM_WINDOWS = 8
 _IDLE_S = 5.0  # how long the thread waits for the next queue
 _OPEN_LANES: weakref.WeakSet[StreamLane] = weakref.WeakSet()
 
@@ -58,8 +64,9 @@ class StreamLane:
         # Chunks on the stream and their bytes, oldest first.
         self._window: deque[tuple[torch.cuda.Event, int]] = deque()
         self._window_bytes = 0
+        self._most_bytes = WINDOW_BYTES  # see [Note: The window]
+        self._calm_bytes = 0  # put on the stream since it has changed
         self._is_closing = self._is_stopped = False
-        self._is_visited = False  # others have looked since the thread did
         self._thread: threading.Thread | None = None
         self._has_queued = threading.Event()
         _OPEN_LANES.add(self)
@@ -74,6 +81,7 @@ class StreamLane:
             job = Job(ticket, steps, priority)
             self._queue.put(job)
             if priority is Priority.FAULT:
+                self._most_bytes, self._calm_bytes = WINDOW_BYTES, 0
                 self._launch(job)
             else:
                 self._fill()
@@ -126,7 +134,6 @@ class StreamLane:
         if not len(self._queue) or not self._lock.acquire(blocking=False):
             return
         try:
-            self._is_visited = True
             self._fill()
         finally:
             self._lock.release()
@@ -158,11 +165,15 @@ class StreamLane:
 
     def _fill(self) -> None:
         self._trim()
-        while self._window_bytes < WINDOW_BYTES:
+        before_bytes = self._window_bytes
+        while self._window_bytes < self._most_bytes:
             job = self._queue.first()
             if job is None:
                 break
             self._step(job)
+        self._calm_bytes += max(0, self._window_bytes - before_bytes)
+        if self._calm_bytes >= _CALM_WINDOWS * self._most_bytes:
+            self._most_bytes, self._calm_bytes = min(2 * self._most_bytes, CALM_BYTES), 0
 
     def _launch(self, job: Job) -> None:
         """Puts all that is left of a job on the stream."""
@@ -222,9 +233,7 @@ class StreamLane:
                             return
                 with self._lock:
                     self._fill()
-                    last = len(self._window) - 1
-                    place = last if self._is_visited else last // 2
-                    self._is_visited = False
+                    place = (len(self._window) - 1) // 2
                     event = self._window[place][0] if len(self._queue) else None
                     if event is None:
                         self._has_queued.clear()

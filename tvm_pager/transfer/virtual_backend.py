@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VirtualBackend", "VirtualMemory", "VirtualOptions"]
 
-_WINDOW_BYTES = 2 * CHUNK_BYTES  # as in stream_lane.py
+_WINDOW_BYTES = 2 * CHUNK_BYTES  # as in stream_lane.py at first; here nobody has to wake up
 _QUEUE_LENGTH = 1024  # launches that CUDA takes before a launch waits for the oldest
 _MARK_EVERY = 64  # of them
 # Python's work for a fault or an eviction goes with the speed of the processor, as a dispatch does.
