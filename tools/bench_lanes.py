@@ -128,7 +128,7 @@ class Rig:
         )
         self.slab = self.backend._slab
         self.slab.grow(2 * most)
-        self._most = most
+        self.most_bytes = most
         self._memory: dict[Lane, list[torch.UntypedStorage]] = {}
         self._page_bytes = 0
 
@@ -179,7 +179,7 @@ class Rig:
     def _transfers(self, lane: Lane, page_bytes: int, nbytes: int) -> Iterator[Transfer]:
         """Pages one behind the other; what goes up has a half of the slab of its own."""
         memory = self._pages(lane, page_bytes, nbytes) if "d" in lane.value else None
-        host_base = 0 if lane in DOWN else self._most
+        host_base = 0 if lane in DOWN else self.most_bytes
         executor = self.backend.current_executor()
         for index in range(nbytes // page_bytes):
             offsets = {"d": 0, "h": host_base + index * page_bytes, "n": index * page_bytes}
@@ -218,6 +218,7 @@ class RawDisk:
         self._move = raw_mover(rig.backend._file)
         self.io = rig.backend._file.io
         self._slab = rig.slab
+        self._reads_at = rig.most_bytes  # where the lanes read to, whose memory it must be
         self._pool = pool
         self.task_bytes: dict[bool, int] = {}  # by whether it writes
 
@@ -236,7 +237,7 @@ class RawDisk:
     def run(self, is_write: bool, nbytes: int, task_bytes: int | None = None) -> float:
         """Moves the first `nbytes` of the file; gives bytes/s. Blocks."""
         size = task_bytes or self.task_bytes[is_write]
-        (buffer,) = self._slab.buffers(0, nbytes)
+        (buffer,) = self._slab.buffers(0 if is_write else self._reads_at, nbytes)
         started_s = time.perf_counter()
         futures = [
             self._pool.submit(self._move, at, buffer[at : at + size], is_write)
