@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.leaks import pager_files, pager_threads
 
+NIGHTLY_TIMEOUT_S = 3 * 3600.0  # twenty times as many examples, four times as long
 LEAK_PATIENCE_S = 5.0  # threads and files end a little after the call that ends them
 
 
@@ -46,6 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if item.get_closest_marker("nightly") and PROFILE != "nightly":
             item.add_marker(pytest.mark.skip(reason="needs HYPOTHESIS_PROFILE=nightly"))
+        if PROFILE == "nightly" and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(NIGHTLY_TIMEOUT_S))
 
 
 @pytest.fixture(autouse=True)

@@ -99,6 +99,7 @@ def test_no_operator_writes_without_a_declaration_in_any_dtype() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_no_operator_writes_without_a_declaration_on_a_gpu() -> None:
     report = sweep(operator_cases.all_cases(Options(limit=1, device="cuda")))
     assert undeclared(report) == set()
