@@ -26,8 +26,8 @@ MOVEMENT_MUTATIONS = (
     Mutation(
         "a fetch is ordered behind the copy down",
         "tvm_pager/paging/flight.py",
-        "behind = tuple(ticket for ticket in page.readers if not ticket.done())",
-        "behind = ()",
+        "page.source, behind)",
+        "page.source, ())",
         _STREAM + "a_page_on_its_way_down_is_fetched_behind_its_copy",
     ),
     Mutation(
@@ -134,7 +134,7 @@ MOVEMENT_MUTATIONS = (
     ),
     Mutation(
         "what the backend finds out on the way is told",
-        "tvm_pager/pager.py",
+        "tvm_pager/observe/inspection.py",
         "            self._pass_on_notices()\n            return take_stats(",
         "            return take_stats(",
         _DEGRADED
@@ -254,8 +254,8 @@ MOVEMENT_MUTATIONS = (
     Mutation(
         "memory leaves before its copy is done only if that cannot fail",
         "tvm_pager/paging/mover.py",
-        "self._flight.checker is None and all(ticket.is_certain for ticket in page.tickets)",
-        "True",
+        "        return is_certain and self._flight.checker is None\n",
+        "        return True\n",
         _STREAM + "a_write_to_nvme_is_waited_for_before_the_memory_leaves",
     ),
     Mutation(

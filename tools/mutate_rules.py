@@ -1,6 +1,6 @@
 """Takes each rule of the pager out, one at a time, and shows that its regression test notices.
 
-    python tools/mutate_rules.py                  # all of them, three to four minutes
+    python tools/mutate_rules.py                  # all of them, a quarter of an hour
     python tools/mutate_rules.py --only hold      # rules whose name, file or test contains it
     python tools/mutate_rules.py --list           # names them, runs nothing
 

@@ -8,6 +8,7 @@ __all__ = ["OUTSIDE_MUTATIONS"]
 
 _COLLECTIVES = "tests/tensor/test_collectives.py::test_"
 _CLASSES = "tests/trials/test_own_classes.py::test_"
+_INFERENCE = "tests/tensor/test_inference_mode.py::test_"
 _READS = "tests/tensor/test_composite_reads.py::test_what_is_read_by_pointer_is_in_place"
 
 OUTSIDE_MUTATIONS = (
@@ -183,5 +184,20 @@ OUTSIDE_MUTATIONS = (
         "            if page is not None and isinstance(tensor, PagedTensor):\n"
         "                owner",
         _CLASSES + "unpage_takes_their_bytes_out_of_the_books",
+    ),
+    # --- composites in inference mode ---
+    Mutation(
+        "composites in inference mode have views and versions",
+        "tvm_pager/runtime/inference.py",
+        "    return _BelowWithViews() if plan.is_whole and _is_inference() else _guard()\n",
+        "    return _guard()\n",
+        _INFERENCE + "composite_operators_act_as_in_plain_torch",
+    ),
+    Mutation(
+        "composites on the fast path have them too",
+        "tvm_pager/runtime/inference.py",
+        "        if not _is_inference():\n            return call(*args, **kwargs)\n",
+        "        return call(*args, **kwargs)\n",
+        _INFERENCE + "the_fast_path_does_too",
     ),
 )

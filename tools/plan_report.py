@@ -4,8 +4,8 @@
     python tools/plan_report.py llama.json.gz --device 20GB --host 24GB --nvme 200GB
 
 Columns: bytes per lane and iteration; `bound`, the fewest bytes to and from the device together
-that any plan moves (planning/search/choice.py, Note "Prices"); the step as the model predicts it;
-`roof`, the longest of the kernels, the link and the disk, if neither direction ever waited for
+that any plan moves (planning/search/relaxation.py, Note "Prices"); the step as the model predicts
+it; `roof`, the longest of the kernels, the link and the disk, if neither direction ever waited for
 anything; `least`, the bound for a step (planning/search/least_step.py), which knows that a lane
 cannot be used when it likes; processor time of planning, the first time and when only the budget
 changes.

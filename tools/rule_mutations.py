@@ -10,6 +10,8 @@ from tools.fault_mutations import FAULT_MUTATIONS
 from tools.movement_mutations import MOVEMENT_MUTATIONS
 from tools.mutation import Mutation
 from tools.outside_mutations import OUTSIDE_MUTATIONS
+from tools.plan_mutations import PLAN_MUTATIONS
+from tools.planning_mutations import PLANNING_MUTATIONS
 
 __all__ = ["MUTATIONS", "Mutation"]
 
@@ -101,14 +103,14 @@ MUTATIONS = (
         "tvm_pager/paging/view.py",
         "                and not page.pins\n",
         "",
-        _ESCAPES + "a_page_stays_while_an_alias_lives[numpy]",
+        _UNIT + "test_policies.py::test_an_illegal_choice_is_refused_by_name[held]",
     ),
     Mutation(
         "operands of a running operation are not evicted",
         "tvm_pager/paging/view.py",
         "                and page_id not in self.in_use\n",
         "",
-        _OPERATIONS + "foreach_functions_split_what_does_not_fit",
+        _UNIT + "test_policies.py::test_an_illegal_choice_is_refused_by_name[in use]",
     ),
     Mutation(
         "room for the outputs is made before the operation",
@@ -143,7 +145,7 @@ MUTATIONS = (
         "tvm_pager/runtime/outputs.py",
         "            parts.append(kind if kind in _FRACTIONS else value)\n\n",
         "            parts.append(value)\n\n",
-        _UNIT + "test_output_sizes.py::test_a_steady_training_step_measures_nothing[False]",
+        _UNIT + "test_output_sizes.py::test_a_number_that_scales_values_makes_no_new_signature",
     ),
     Mutation(
         "the fast path leaves outputs that may not fit to the general path",
@@ -189,11 +191,11 @@ MUTATIONS = (
         _TRIALS + "test_aliases.py::test_in_place_operations_on_views_reach_the_base",
     ),
     Mutation(
-        "the fast path leaves writes to clean pages to the general path",
+        "a write on the fast path makes the copy below stale",
         "tvm_pager/runtime/dispatch.py",
-        "                or (page.has_copies and plan.writes and _writes(plan, args, page))\n",
-        "",
-        _TRIALS + "test_aliases.py::test_in_place_operations_on_views_reach_the_base",
+        "        core.written(page)\n",
+        "        pass\n",
+        _OPERATIONS + "a_write_on_the_fast_path_makes_the_copy_below_stale",
     ),
     Mutation(
         "operands are dirty before the operation runs",
@@ -338,5 +340,7 @@ MUTATIONS = (
     ),
     *MOVEMENT_MUTATIONS,
     *OUTSIDE_MUTATIONS,
+    *PLAN_MUTATIONS,
+    *PLANNING_MUTATIONS,
     *FAULT_MUTATIONS,
 )

@@ -153,6 +153,17 @@ def test_foreach_functions_split_what_does_not_fit(tmp_path: Path) -> None:
     same(f, tmp_path, check=2)
 
 
+def test_a_write_on_the_fast_path_makes_the_copy_below_stale(tmp_path: Path) -> None:
+    with small_pager(tmp_path, device="1MiB", check=0) as pager:
+        tensor = torch.full((64,), 1.0)
+        for expected in (2.0, 3.0, 4.0):
+            pager.evict_all()
+            tensor.neg()  # brings it back, and its copy below stays
+            tensor.add_(1.0)
+            pager.evict_all()
+            assert tensor[0].item() == expected
+
+
 # --- when it does not fit ---
 
 

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from tests.machines import make_hardware, make_trace
 from tvm_pager.planning import Limits, PageKind, Trace, TraceOp, TracePage
+from tvm_pager.planning.search.gaps import all_gaps
+from tvm_pager.planning.search.planner import Planner
+from tvm_pager.planning.traces.trace_index import TraceIndex
+from tvm_pager.planning.validate import check
 from tvm_pager.simulation.bounds import (
+    excess_bytes,
     least_below_bytes,
     least_device_bytes,
     least_traffic,
@@ -18,7 +23,6 @@ from tvm_pager.simulation.bounds import (
     roofline,
 )
 from tvm_pager.simulation.simulator import SimulationOptions, simulate
-from tvm_pager.simulation.steady_gaps import SteadyGaps
 
 P = 512 * 1000
 NEAR = 0.005  # how far the climb may stay below the optimum
@@ -26,9 +30,10 @@ ENOUGH = 1 << 40
 
 
 def traffic(trace: Trace, device: int) -> tuple[int, int, int]:
-    gaps = SteadyGaps.of(trace)
+    index = TraceIndex(trace)
+    gaps, excess = all_gaps(index), excess_bytes(index, device)
     costs = (1, 0), (0, 1), (1, 1)
-    into, out, both = (least_traffic(gaps, device, *cost) for cost in costs)
+    into, out, both = (least_traffic(gaps, excess, *cost) for cost in costs)
     return into, out, both
 
 
@@ -73,9 +78,32 @@ def test_a_fraction_of_a_page_may_leave() -> None:
     assert_near(traffic(trace, 3 * P), (2 * P, 0, 2 * P))
 
 
+@pytest.mark.parametrize(
+    ("device", "excess"), [(5, [-1, 1]), (4, [0, 2]), (3, [1, 3]), (2, [1, 3]), (1, [1, 3])]
+)
+def test_a_workspace_takes_what_its_operands_leave_it(device: int, excess: list[int]) -> None:
+    """The second operation's workspace can do with less, its operands cannot."""
+    ops = (TraceOp("a", (0, 1, 2)), TraceOp("b", (0,), workspace_bytes=2 * P))
+    pages = (*(TracePage(P, becomes=i) for i in range(3)), TracePage(P, becomes=3))
+    found = excess_bytes(TraceIndex(Trace(ops, pages)), device * P)
+    assert (found // P).tolist() == excess
+
+
 def test_an_unused_page_is_away_for_good() -> None:
     trace = make_trace({"A": P, "B": P}, [("A", "", 1)] * 3)
     assert traffic(trace, P) == (0, 0, 0)
+
+
+def test_two_pages_that_change_numbers_and_are_never_used_are_away_for_good() -> None:
+    ops = (TraceOp("use", (2,), compute_ns=1),)
+    pages = tuple(TracePage(P, becomes=number) for number in (1, 0, 2))
+    trace = Trace(ops, pages)
+    assert traffic(trace, P) == (0, 0, 0)
+    limits = Limits(P, ENOUGH)
+    plan = Planner(trace, make_hardware()).plan(limits)
+    assert plan is not None
+    assert plan.absent == {0, 1}
+    assert check(plan, trace, limits) == []
 
 
 def test_a_page_is_followed_through_its_numbers_into_the_next_iteration() -> None:
@@ -106,8 +134,10 @@ def test_a_gap_of_more_than_one_iteration_lies_over_each_moment_as_often() -> No
         TracePage(P, PageKind.GRAD, died=1),
         TracePage(P, PageKind.PARAM, becomes=4),
     )
-    gaps = SteadyGaps.of(Trace(ops, pages))
-    assert (gaps.ends - gaps.begins).max() == 2 * 3
+    assert all_gaps(TraceIndex(Trace(ops, pages))).length.max() == 2 * 3
+    hardware, limits = make_hardware(), Limits(2 * P, ENOUGH)
+    bounds = roofline(Trace(ops, pages), hardware, limits)
+    assert (bounds.in_bytes, bounds.out_bytes) == traffic(Trace(ops, pages), 2 * P)[:2]
     # At each birth four of them and W are alive, so three are away; while W is used, two of three.
     # A third of each page may stay if W leaves at each birth, which costs its way back only.
     assert_near(traffic(Trace(ops, pages), 2 * P), (0, 2 * P // 3, P))
@@ -121,6 +151,8 @@ def test_the_roofline_names_what_limits() -> None:
     moved = roofline(trace, hardware, Limits(P, ENOUGH))
     assert moved.limit == "link"  # 3 pages at 4/3 bytes a nanosecond, more than 2 pages at 1
     assert 3 * P * 0.75 * (1 - NEAR) <= moved.step_ns <= 3 * P * 0.75
+    beside = roofline(trace, hardware, Limits(P, P, ENOUGH))
+    assert (beside.disk_in_bytes, beside.disk_out_bytes) == (0, 0)
     disk = roofline(trace, hardware, Limits(P, 0, ENOUGH))
     assert disk.limit == "disk"
     assert_near((disk.disk_in_bytes, disk.disk_out_bytes), (2 * P, P))
@@ -140,9 +172,11 @@ def test_what_must_fit_is_known_before_anything_runs() -> None:
 
 def test_min_is_for_pages_of_one_size() -> None:
     trace = make_trace({"A": P, "B": 2 * P}, [("A", "", 1), ("B", "", 1)])
-    assert min_fetched_bytes(trace, 2 * P) is None
+    assert min_fetched_bytes(TraceIndex(trace), 2 * P) is None
     same = make_trace({"A": P, "B": P}, [("A", "", 1), ("B", "", 1)])
-    assert min_fetched_bytes(same, P) == 2 * P - P // 8  # the first of 8 iterations begins with A
+    assert (
+        min_fetched_bytes(TraceIndex(same), P) == 2 * P - P // 8
+    )  # the first of 8 iterations begins with A
     assert roofline(same, make_hardware(), Limits(P, ENOUGH)).name == "Belady"
 
 
@@ -158,7 +192,8 @@ def test_min_fetches_as_little_as_the_best_of_all_schedules(
     program: list[str], num_frames: int
 ) -> None:
     trace = make_trace(dict.fromkeys("ABCDE", P), [(reads, "", 1) for reads in program])
-    found = min_fetched_bytes(trace, num_frames * P)
+    index = TraceIndex(trace)
+    found = min_fetched_bytes(index, num_frames * P)
     assert found is not None
     needs = [frozenset(operands.split()) for operands in program] * 8
     least = dict.fromkeys(map(frozenset, itertools.combinations("ABCDE", num_frames)), 0)
@@ -172,4 +207,5 @@ def test_min_fetches_as_little_as_the_best_of_all_schedules(
                     following[key] = min(following.get(key, 1 << 30), cost)
         least = following
     assert found == min(least.values()) * P // 8
-    assert least_traffic(SteadyGaps.of(trace), num_frames * P, 1, 0) <= found + 4 * P * 5 // 8
+    excess = excess_bytes(index, num_frames * P)
+    assert least_traffic(all_gaps(index), excess, 1, 0) <= found + 4 * P * 5 // 8

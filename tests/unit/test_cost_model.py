@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -162,6 +163,7 @@ def test_what_does_not_fit_pushes_out_what_is_needed_last() -> None:
     program.op("late")
     result = run(program.build(), limits=Limits(16 * 512, ENDLESS))
     assert result.num_faults == 1
+    assert [span.number for span in result.timeline if span.lane == "h2d"] == [1]
     assert result.prediction.lane_bytes["h2d"] == 8 * 512
     assert result.prediction.peak_bytes[Tier.DEVICE] == 16 * 512
 
@@ -181,6 +183,20 @@ def test_copies_of_pages_on_the_device_make_room_on_the_host_and_then_there_is_n
     assert lanes == {"h2d": 16 * 512, "d2h": 16 * 512, "n2d": 8 * 512, "d2n": 8 * 512}
     result = run(program.build(), Clean(0, 1, 2), *evictions[1:], *fetches[1:], limits=limits)
     assert result.prediction.lane_bytes["d2n"] == 0
+
+
+def test_what_was_written_is_written_back_again() -> None:
+    program = Program()
+    program.page("w", BIG)
+    program.op(writes="w", ns=LONG)
+    program.op("w", ns=LONG)
+    program.op("w", ns=LONG)
+    moves = Evict(0, 1, 1), Fetch(0, 1, 1), Evict(0, 2, 2), Fetch(0, 2, 2)
+    # Copied after its write; still current when it leaves for the second time.
+    assert run(program.build(), *moves).prediction.lane_bytes["d2h"] == 64 * MIB
+    program.op(writes="w", ns=LONG)
+    again = run(program.build(), *moves, Evict(0, 4, 4), absent=0)
+    assert again.prediction.lane_bytes["d2h"] == 2 * 64 * MIB
 
 
 def test_dropped_pages_are_computed_again_and_host_work_overlaps() -> None:
@@ -285,3 +301,34 @@ def test_budgets_are_checked_at_every_moment() -> None:
     early = MovementPlan((FINE[0], Fetch(0, 2, 3)))
     (problem,) = check(early, trace, Limits(8 * 512, 8 * 512))
     assert problem == "moment 2: op2 takes 8192 B of 4096 B"
+
+
+def test_results_and_workspaces_are_checked_too() -> None:
+    program = Program()
+    program.page("w", 8)
+    program.op("w", act(4))
+    program.free("a")
+    program.op("w", workspace=6)
+    trace = program.build()
+    assert check(MovementPlan(()), trace, Limits(14 * 512, 0)) == []
+    (problem,) = check(MovementPlan(()), trace, Limits(13 * 512, 0))
+    assert problem == f"moment 1: op1 takes {14 * 512} B of {13 * 512} B"
+    problems = check(MovementPlan(()), trace, Limits(11 * 512, 0))
+    assert problems[0] == f"moment 0: op0 takes {12 * 512} B of {11 * 512} B"
+
+
+def test_a_page_that_was_written_may_go_to_another_tier() -> None:
+    program = Program()
+    program.page("w", 8)
+    for kind in ("reads", "writes", "reads", "reads"):
+        program.op(**{kind: "w"})
+    trace = program.build()
+    copied = Evict(0, 1, 1, Tier.NVME), Fetch(0, 1, 1)
+    plan = MovementPlan((*copied, Evict(0, 2, 2), Fetch(0, 2, 2)))
+    assert check(plan, trace, Limits(ENDLESS, 8 * 512, 8 * 512)) == []
+    problems = check(plan, trace, Limits(ENDLESS, 0, 8 * 512))
+    assert problems[-1] == f"moment 2: {8 * 512} B have to lie in HOST, of 0 B"
+    # What was not written since lies where it lay.
+    plan = MovementPlan((*copied, Evict(0, 3, 3, Tier.NVME), Fetch(0, 3, 3), Evict(0, 4, 4)))
+    plan = replace(plan, absent=frozenset({0}), actions=(Fetch(0, 0, 0), *plan.actions))
+    assert check(plan, trace, Limits(ENDLESS, 0, 8 * 512)) == []

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import tvm_pager
+from tests.model.programs import Rig
+from tests.unit.blind_view import BlindView
 from tvm_pager.errors import PolicyError
 from tvm_pager.planning import (
     Eviction,
@@ -21,7 +23,7 @@ from tvm_pager.planning import (
 )
 
 
-class FakeView:
+class FakeView(BlindView):
     """Pages of 10 bytes each; `held` ones cannot leave."""
 
     operation_index = 0
@@ -122,3 +124,44 @@ def test_strict_raises_instead(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(PolicyError, match="hostile"):
             eight_pages()
         pager.check_invariants()
+
+
+class Choosing(Policy):
+    """Chooses what a test says."""
+
+    name = "choosing"
+
+    def __init__(self) -> None:
+        self.choice: list[Eviction] = []
+
+    def choose_victims(self, tier: Tier, need_bytes: int, view: View) -> list[Eviction] | None:
+        return self.choice
+
+
+@pytest.mark.parametrize(
+    ("victims", "problem"),
+    [
+        pytest.param([("w0", None)], "not evictable now", id="held"),
+        pytest.param([("w3", None)], "not evictable now", id="in use"),
+        pytest.param([("w1", None)] * 2, "not evictable now", id="twice"),
+        pytest.param([("w1", None)], r"freed 3072 B where \d+ B were asked", id="too little"),
+        pytest.param([("w1", Tier.DEVICE), ("w2", None)], "not below DEVICE", id="upwards"),
+    ],
+)
+def test_an_illegal_choice_is_refused_by_name(
+    victims: list[tuple[str, Tier | None]], problem: str
+) -> None:
+    """Room for two pages of 3 KiB is asked for; the first of all is pinned, the last in use."""
+    policy = Choosing()
+    first = iter([policy])
+    rig = Rig(lambda: next(first, None) or Choosing(), device=64 * 512)
+    rig.weights(4)
+    rig.pager.running.append([rig.pages["w3"]])
+    rig.pager.pin([rig.pages["w0"]])
+    policy.choice = [Eviction(rig.pages[name].id, to) for name, to in victims]
+    with rig.pager.lock, pytest.raises(PolicyError, match=problem):
+        rig.pager.make_room(rig.pager.free_bytes + 2 * 3072, "test")
+    assert all(page.is_on_device for page in rig.pages.values())
+    rig.pager.unpin([rig.pages["w0"]])
+    rig.pager.running.clear()
+    rig.end()

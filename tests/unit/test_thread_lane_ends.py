@@ -8,9 +8,8 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -29,13 +28,11 @@ from tests.unit.lane_steps import (
     steps,
     still_waits,
 )
+from tests.unit.lane_storm import Storm
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer import thread_lane
 from tvm_pager.transfer.protocol import Priority
 from tvm_pager.transfer.thread_lane import ThreadLane
-
-if TYPE_CHECKING:
-    from tvm_pager.transfer.lane_queue import LaneTicket
 
 
 @pytest.fixture(params=[True, False], ids=["inline", "thread"])
@@ -225,74 +222,12 @@ def test_an_idle_lane_gets_a_new_thread(monkeypatch: pytest.MonkeyPatch, lane: T
 # --- many threads ---------------------------------------------------------------------------------
 
 
-class Storm:
-    """Submits, promotes, cancels, looks and waits from several threads for some seconds."""
-
-    def __init__(self, lane: ThreadLane, seconds: float) -> None:
-        self._lane = lane
-        self._end_s = time.monotonic() + seconds
-        self._is_stepping = threading.Lock()
-        self.num_jobs = 0
-
-    def run(self, seed: int) -> None:
-        rng = random.Random(seed)
-        held: list[tuple[LaneTicket, list[str], int]] = []
-        while time.monotonic() < self._end_s:
-            log: list[str] = []
-            num_steps = rng.randint(1, 3)
-            fails = OSError(errno.EIO, "x") if rng.random() < 0.1 else None
-            ticket = self._lane.submit(
-                a_transfer(), self._alone(steps("x", log, num_steps, error=fails)), self._any(rng)
-            )
-            held.append((ticket, log, num_steps))
-            for ticket, *_ in rng.sample(held, min(3, len(held))):
-                rng.choice(self._treatments())(ticket, rng)
-            if len(held) > 8:
-                self._finish(*held.pop(rng.randrange(len(held))))
-        for entry in held:
-            self._finish(*entry)
-
-    def _treatments(self) -> list[Callable[[LaneTicket, random.Random], object]]:
-        return [
-            lambda ticket, rng: self._lane.promote(ticket, self._any(rng)),
-            lambda ticket, rng: self._lane.cancel(ticket),
-            lambda ticket, rng: ticket.done(),
-            lambda ticket, rng: ticket.is_certain,
-        ]
-
-    def _finish(self, ticket: LaneTicket, log: list[str], num_steps: int) -> None:
-        code = None
-        try:
-            ticket.wait()
-        except TransferError as error:
-            code = error.errno
-        assert ticket.done()
-        assert len(log) == (0 if code == errno.ECANCELED else num_steps)
-        self.num_jobs += 1
-
-    def _alone(self, steps: Iterator[bool]) -> Iterator[bool]:
-        while True:
-            assert self._is_stepping.acquire(blocking=False), "two steps at a time"
-            try:
-                is_last = next(steps, None)
-            finally:
-                self._is_stepping.release()
-            if is_last is None:
-                return
-            yield is_last
-
-    @staticmethod
-    def _any(rng: random.Random) -> Priority:
-        return rng.choice(list(Priority))
-
-
 def test_many_threads_share_a_lane(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_lane, "_IDLE_S", 0.005)
     storm = Storm(lane, 2.5)
-    with ThreadPoolExecutor(8) as pool:
-        for future in [pool.submit(storm.run, seed) for seed in range(8)]:
-            future.result(PATIENCE_S + 2.5)
+    storm.run(num_threads=8)
     assert storm.num_jobs > 100
+    assert storm.most_inside == 1
 
 
 # --- fork -----------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from tvm_pager.memory import PageKind
 from tvm_pager.planning import Phase, TraceOp, TracePage
+from tvm_pager.planning.traces.recorded import in_order_of_mention, with_learned_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,11 +66,9 @@ def steady_iteration(
 
     Between the two there must be no `difference`.
     """
-    pages = _in_order_of_mention(steady)
-    numbers = {page: number for number, page in enumerate(pages)}
+    numbers = in_order_of_mention(((op.reads, op.creates) for op in steady.ops), steady.at_begin)
     becomes = _continuations(before, steady, numbers)
-    _learn_kinds(steady)
-    trace_pages = tuple(
+    pages = [
         TracePage(
             page.nbytes,
             page.kind,
@@ -80,15 +78,15 @@ def steady_iteration(
             steady.moment_of_death(page),
             becomes.get(page),
         )
-        for page in pages
-    )
+        for page in numbers
+    ]
     ops, module = [], -1
     for op in steady.ops:
         # An update runs outside of all modules; its operands belong to one, temporaries to the last
         in_update = (page.module for page in op.reads if page.module >= 0)
         module = next(in_update, module) if op.phase is Phase.UPDATE else op.module
         ops.append(_trace_op(op, numbers, module))
-    return tuple(ops), trace_pages
+    return tuple(ops), with_learned_kinds(pages, ops)
 
 
 def _trace_op(op: LoggedOp, numbers: dict[FakePage, int], module: int) -> TraceOp:
@@ -149,19 +147,3 @@ def _continuations(
             becomes[page] = number
             taken.add(number)
     return becomes
-
-
-def _in_order_of_mention(iteration: Iteration) -> list[FakePage]:
-    """The pages as the pager numbers them, which records what programs really do."""
-    mentioned = dict.fromkeys(page for op in iteration.ops for page in (*op.reads, *op.creates))
-    return list(mentioned | dict.fromkeys(iteration.at_begin))
-
-
-def _learn_kinds(iteration: Iteration) -> None:
-    """What backward reads of the forward pass is an activation; else what dies is temporary."""
-    in_backward = {page for op in iteration.ops if op.phase is Phase.BACKWARD for page in op.reads}
-    for op in iteration.ops:
-        for page in op.creates:
-            if page.kind is PageKind.OTHER and iteration.moment_of_death(page) is not None:
-                is_saved = op.phase is Phase.FORWARD and page in in_backward
-                page.kind = PageKind.ACTIVATION if is_saved else PageKind.TEMPORARY

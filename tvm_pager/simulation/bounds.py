@@ -3,15 +3,11 @@
 [Note: The fractional bound]
     At each operation the pages that are alive and do not fit are away. Bringing a page back costs
     its bytes; to leave, it must have been written down since its last write. With whole pages of
-    different sizes the least traffic is hard to compute. Let fractions of pages move, and it is a
-    linear program (of interval form; with fetches alone a minimum-cost flow). Any multipliers
-    u >= 0 of its constraints give a bound from below,
-
-        L(u) = sum of u_t excess_t - sum over versions of size (sum over gaps (U - fetch)+ - write)+
-
-    where U adds up u over the gap. We climb on L, which is concave, for a fixed number of steps and
-    keep the best: a valid bound wherever we stop. On traces of training steps it was within 1 % of
-    the program's optimum. It knows movement only: recomputing and work on the host may beat it.
+    different sizes the least traffic is hard to compute. Let fractions of pages move, and any
+    prices give a bound from below (planning/search/relaxation.py). We climb on it for a fixed
+    number of steps and keep the best: a valid bound wherever we stop. On traces of training steps
+    it was within 1 % of the linear program's optimum. Where even its own pages leave no room for
+    its workspace, an operation gets less of it.
 
 [Note: Belady]
     Where all pages have one size, evicting what is used last (MIN) fetches least. Counted over
@@ -33,7 +29,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tvm_pager.memory import PageTable
-from tvm_pager.simulation.steady_gaps import SteadyGaps
+from tvm_pager.planning.search.gaps import all_gaps
+from tvm_pager.planning.search.relaxation import Relaxation
+from tvm_pager.planning.traces.trace_index import TraceIndex
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
     from tvm_pager.planning import HardwareProfile, Limits, Trace
     from tvm_pager.planning.hardware.profile import DiskRates
     from tvm_pager.planning.hardware.rates import LinkRate
+    from tvm_pager.planning.search.gaps import Gaps
 
 __all__ = [
     "Bounds",
@@ -51,7 +50,7 @@ __all__ = [
     "roofline",
 ]
 
-_NUM_STEPS = 1500
+_NUM_STEPS = 1250
 _STEP = 0.1  # of the cost of a byte
 _NUM_ITERATIONS = 8  # for Belady
 
@@ -87,11 +86,13 @@ def roofline(trace: Trace, hardware: HardwareProfile, limits: Limits) -> Bounds:
     Raises:
         ConfigError: the profile has no such disk.
     """
-    gaps = SteadyGaps.of(trace)
+    index = TraceIndex(trace)
+    gaps = all_gaps(index)
     device_bytes = limits.device_bytes - trace.overhead_bytes
     name = "fractional"
-    moved = [least_traffic(gaps, device_bytes, *costs) for costs in ((1, 0), (0, 1), (1, 1))]
-    fetched_bytes = min_fetched_bytes(trace, device_bytes)
+    excess = excess_bytes(index, device_bytes)
+    moved = [least_traffic(gaps, excess, *costs) for costs in ((1, 0), (0, 1), (1, 1))]
+    fetched_bytes = min_fetched_bytes(index, device_bytes)
     if fetched_bytes is not None:
         name, moved[0] = "Belady", max(moved[0], fetched_bytes)
     in_bytes, out_bytes, both_bytes = moved
@@ -107,8 +108,8 @@ def roofline(trace: Trace, hardware: HardwareProfile, limits: Limits) -> Bounds:
     }
     below = [0, 0]
     if limits.nvme_bytes:
-        room_bytes = device_bytes + limits.host_bytes
-        below = [least_traffic(gaps, room_bytes, *costs) for costs in ((1, 0), (0, 1))]
+        excess = excess_bytes(index, device_bytes + limits.host_bytes)
+        below = [least_traffic(gaps, excess, *costs) for costs in ((1, 0), (0, 1))]
         seconds["disk"] = _disk_seconds(hardware.disk(limits.disk_engine), *below)
     limit = max(seconds, key=lambda name: seconds[name])
     step_ns = math.floor(seconds[limit] * 1e9)
@@ -149,82 +150,63 @@ def least_below_bytes(trace: Trace, limits: Limits) -> int:
     return PageTable.commit_of(below_bytes)  # see commit_limit_bytes
 
 
-def least_traffic(gaps: SteadyGaps, device_bytes: int, in_cost: float, out_cost: float) -> int:
+def excess_bytes(index: TraceIndex, device_bytes: int) -> NDArray[np.int64]:
+    """By operation: how much must be away; below zero: how much is free."""
+    lacking = np.maximum(index.named_bytes - device_bytes, 0)  # for operands and workspace
+    excess: NDArray[np.int64] = index.resident_bytes - device_bytes - lacking
+    return excess
+
+
+def least_traffic(gaps: Gaps, excess: NDArray[np.int64], in_cost: float, out_cost: float) -> int:
     """A bound from below of in_cost * bytes in + out_cost * bytes out per iteration.
 
     See [Note: The fractional bound]. Costs are 0 or 1, or whatever a byte shall count.
+
+    Args:
+        gaps: all of them.
+        excess: of `excess_bytes`.
+        in_cost: of a byte to the device.
+        out_cost: of a byte from it.
     """
-    program = _Dual(gaps, device_bytes, in_cost, out_cost)
-    if not len(gaps.begins) or program.most <= 0:
+    if (excess <= gaps.covered(gaps.is_endless)).all():
         return 0
-    u = np.zeros(gaps.num_ops)
-    u[np.argmax(program.excess)] = max(in_cost, out_cost)  # the fullest moment alone is a start
+    costs = gaps.in_bytes * np.float64(in_cost), gaps.out_bytes * np.float64(out_cost)
+    relaxation = Relaxation(gaps, excess, *costs)
+    u = np.zeros(gaps.num_moments)
+    u[np.argmax(excess)] = max(in_cost, out_cost)  # the fullest moment alone is a start
     best, drift, scale = 0.0, np.zeros_like(u), np.zeros_like(u)
     for step in range(1, _NUM_STEPS + 1):
-        value, slope = program.look(u)
+        value, is_in = relaxation.bound(u)
+        slope = relaxation.lack(is_in)
         best = max(best, value)
         drift = 0.9 * drift + 0.1 * slope
         scale = 0.999 * scale + 0.001 * slope * slope
         ahead = drift / (1 - 0.9**step) / (np.sqrt(scale / (1 - 0.999**step)) + 1e-12)
         u = np.maximum(0.0, u + _STEP * (1 - step / _NUM_STEPS) * ahead)
-    return math.floor(best * program.most * (1 - 1e-9))  # what rounding may have added
+    return math.floor(best * (1 - 1e-9))  # what rounding may have added
 
 
-class _Dual:
-    """L of [Note: The fractional bound], and a slope of it, in units of the largest excess."""
-
-    def __init__(
-        self, gaps: SteadyGaps, device_bytes: int, in_cost: float, out_cost: float
-    ) -> None:
-        excess = gaps.excess_bytes(device_bytes)
-        self.most = float(excess.max(initial=0))
-        self.excess = excess / max(self.most, 1.0)
-        self._gaps = gaps
-        self._sizes = gaps.version_bytes / max(self.most, 1.0)
-        self._fetch_costs = gaps.is_fetched * in_cost
-        self._write_costs = gaps.is_dirty * out_cost
-        self._begin_laps, self._begins = np.divmod(gaps.begins, gaps.num_ops)
-        self._end_laps, self._ends = np.divmod(gaps.ends, gaps.num_ops)
-
-    def look(self, u: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        num_ops, versions = self._gaps.num_ops, self._gaps.versions
-        sums = np.concatenate(([0.0], np.cumsum(u)))
-        laps = self._end_laps - self._begin_laps
-        gain = sums[self._ends] - sums[self._begins] + laps * sums[-1] - self._fetch_costs
-        is_taken = gain > 0
-        gains = np.bincount(versions, np.where(is_taken, gain, 0.0), len(self._sizes))
-        gains = gains - self._write_costs
-        is_away = gains > 0
-        value = float(self.excess @ u - self._sizes @ np.where(is_away, gains, 0.0))
-        away = np.where(is_taken & is_away[versions], self._sizes[versions], 0.0)
-        comes, goes = self._ends, self._begins
-        change = np.bincount(goes, away, num_ops + 1) - np.bincount(comes, away, num_ops + 1)
-        return value, self.excess - (np.cumsum(change)[:num_ops] + float(away @ laps))
-
-
-def min_fetched_bytes(trace: Trace, device_bytes: int) -> int | None:
+def min_fetched_bytes(index: TraceIndex, device_bytes: int) -> int | None:
     """What MIN fetches per iteration; None where pages differ in size. See [Note: Belady]."""
+    trace = index.trace
     sizes = {page.frame_bytes for page in trace.pages if page.nbytes}
-    if len(sizes) != 1 or any(op.workspace_bytes for op in trace.ops):
+    if len(sizes) != 1 or index.workspace_bytes.any():
         return None
     (size,) = sizes
-    num_fetches = _Min(trace, device_bytes // size).run(_NUM_ITERATIONS)
+    num_fetches = _Min(index, device_bytes // size).run(_NUM_ITERATIONS)
     return num_fetches * size // _NUM_ITERATIONS
 
 
 class _Min:
     """Belady's MIN on a trace that repeats, beginning with what is best on the device."""
 
-    def __init__(self, trace: Trace, num_frames: int) -> None:
-        self._trace = trace
+    def __init__(self, index: TraceIndex, num_frames: int) -> None:
+        self._index = index
         self._num_frames = num_frames
-        self._uses: list[list[int]] = [[] for _ in trace.pages]
-        for index, op in enumerate(trace.ops):
-            for number in {*op.reads, *op.creates}:
-                self._uses[number].append(index)
 
     def run(self, num_iterations: int) -> int:
-        pages, num_ops = self._trace.pages, len(self._trace.ops)
+        trace = self._index.trace
+        pages, num_ops = trace.pages, len(trace.ops)
         here = {n for n, page in enumerate(pages) if page.born is None and page.nbytes}
         kept = {page.becomes for page in pages}
         anew = {n for n in here if n not in kept}
@@ -235,7 +217,7 @@ class _Min:
         num_fetches = 0
         for iteration in range(num_iterations):
             here |= anew if iteration else set()
-            for index, op in enumerate(self._trace.ops):
+            for index, op in enumerate(trace.ops):
                 here.difference_update(deaths[index])
                 operands = {n for n in (*op.reads, *op.creates) if pages[n].nbytes}
                 num_fetches += len(operands - here - set(op.creates))
@@ -247,15 +229,5 @@ class _Min:
 
     def _shrink(self, here: set[int], operands: set[int], index: int) -> None:
         while len(here) > self._num_frames and here > operands:
-            here.remove(max(here - operands, key=lambda n: (self._next_use(n, index), n)))
-
-    def _next_use(self, number: int, index: int) -> float:
-        lap = 0
-        pages, num_ops = self._trace.pages, len(self._trace.ops)
-        following: int | None = number
-        while following is not None and lap <= len(pages):
-            for use in self._uses[following]:
-                if lap or use > index:
-                    return lap * num_ops + use
-            following, lap = pages[following].becomes, lap + 1
-        return math.inf
+            next_use = self._index.next_use_from
+            here.remove(max(here - operands, key=lambda n: (next_use(n, index + 1), n)))

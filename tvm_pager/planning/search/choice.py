@@ -5,20 +5,13 @@
     its page's bytes and costs the bytes of its fetch and, once for all chosen gaps of its version,
     of the write-back. Costs may be weighted: a byte that moves while its lane is idle costs less.
 
-[Note: Prices]
-    The choice is a linear program with whole numbers. Its Lagrangian relaxation puts a price u on
-    each byte that is too much at each moment; a gap is then worth it if what it relieves costs more
-    than its movement:
-
-        L(u) = sum of u excess + sum over versions of min(0, write-back + sum over its gaps of
-               min(0, fetch - bytes * sum of u in the gap))
-
-    Each L(u) with u >= 0 is a bound from below for the cost of any choice, fractions of pages
-    included. We climb by subgradients of an averaged solution (F. Barahona and R. Anbil, "The
-    volume algorithm: producing primal solutions with a subgradient method", 2000), a fixed number
-    of passes of numpy. The averaged solution and the prices give orders in which gaps are taken
-    until everything fits; what turns out not to be needed is given back, the dearest first. The
-    cheapest result wins. On traces of training steps it is within 1 % of the bound.
+[Note: The climb]
+    We climb on the relaxation's bound (relaxation.py, Note "Prices") by subgradients of an averaged
+    solution (F. Barahona and R. Anbil, "The volume algorithm: producing primal solutions with a
+    subgradient method", 2000), a fixed number of passes of numpy. The averaged solution and the
+    prices give orders in which gaps are taken until everything fits; what turns out not to be
+    needed is given back, the dearest first. The cheapest result wins. On traces of training steps
+    it is within 1 % of the bound.
 """
 
 from __future__ import annotations
@@ -28,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tvm_pager.planning.search.relaxation import Relaxation
 from tvm_pager.planning.traces.occupancy import Occupancy
 
 if TYPE_CHECKING:
@@ -76,7 +70,7 @@ def choose_gaps(
     out_cost: FloatArray | None = None,
     known: Choice | None = None,
 ) -> Choice | None:
-    """Chooses gaps whose absences relieve every moment; see [Note: Covering] and [Note: Prices].
+    """Chooses gaps whose absences relieve every moment; see [Note: Covering] and [Note: The climb].
 
     Args:
         gaps: what may be chosen; endless ones always are.
@@ -94,7 +88,7 @@ def choose_gaps(
         return None
     if (excess <= gaps.covered(gaps.is_endless)).all():
         return Choice(gaps.is_endless.copy(), 0.0, 0.0, np.zeros(gaps.num_moments))
-    cover = _Cover(gaps, excess, in_cost, out_cost)
+    cover = _Cover(Relaxation(gaps, excess, in_cost, out_cost))
     found: list[BoolArray] = []
     if known is None:
         found.append(cover.taken(cover.worth(np.maximum(excess, 0.0))))
@@ -109,34 +103,32 @@ def choose_gaps(
 
 
 class _Cover:
-    def __init__(
-        self, gaps: Gaps, excess: IntArray, in_cost: FloatArray, out_cost: FloatArray
-    ) -> None:
-        self.gaps = gaps
-        self.excess = excess.astype(np.float64)
-        self.in_cost = in_cost
-        self.out_cost = out_cost
+    def __init__(self, relaxation: Relaxation) -> None:
+        self._relaxation = relaxation
+        self._gaps = gaps = relaxation.gaps
+        out_cost = relaxation.out_cost
         num_sharing = np.bincount(gaps.version, minlength=len(out_cost))[gaps.version]
-        self._usual_cost = in_cost + out_cost[gaps.version] / num_sharing
-        self._ends = gaps.start + gaps.length
+        self._usual_cost = relaxation.in_cost + out_cost[gaps.version] / num_sharing
         self._spans = list(zip(gaps.start.tolist(), gaps.length.tolist(), strict=True))
 
     def cost(self, chosen: BoolArray) -> float:
-        versions = np.unique(self.gaps.version[chosen])
-        return float(self.in_cost[chosen].sum() + self.out_cost[versions].sum())
+        versions = np.unique(self._gaps.version[chosen])
+        in_cost, out_cost = self._relaxation.in_cost, self._relaxation.out_cost
+        return float(in_cost[chosen].sum() + out_cost[versions].sum())
 
     def worth(self, prices: FloatArray) -> FloatArray:
         """By gap: what it relieves at these prices, per cost."""
-        return self._relief(prices) / np.maximum(self._usual_cost, 1e-9)
+        return self._relaxation.relief(prices) / np.maximum(self._usual_cost, 1e-9)
 
     def taken(self, order: FloatArray) -> BoolArray:
         """Takes gaps by falling `order` as long as they are needed; then gives back what is not."""
-        chosen = self.gaps.is_endless.copy()
-        over = Occupancy((self.excess - self.gaps.covered(chosen)).astype(np.int64))
-        sizes, spans = self.gaps.nbytes.tolist(), self._spans
+        gaps, spans = self._gaps, self._spans
+        chosen = gaps.is_endless.copy()
+        over = Occupancy(self._relaxation.lack(chosen).astype(np.int64))
+        sizes = gaps.nbytes.tolist()
         for some in self._parts(np.argsort(-order, kind="stable"), ~chosen):
             # What relieves nothing now relieves nothing later.
-            peaks = over.peaks(self.gaps.start[some], self.gaps.length[some])
+            peaks = over.peaks(gaps.start[some], gaps.length[some])
             for gap in some[peaks > 0].tolist():
                 if over.peak(spans[gap]) > 0:
                     chosen[gap] = True
@@ -144,10 +136,10 @@ class _Cover:
             if over.nbytes.max() <= 0:
                 break
         dearest = np.argsort(1e-6 * order - self._usual_cost, kind="stable")
-        for some in self._parts(dearest, chosen & ~self.gaps.is_endless):
+        for some in self._parts(dearest, chosen & ~gaps.is_endless):
             # What is needed now is needed later too.
-            peaks = over.peaks(self.gaps.start[some], self.gaps.length[some])
-            for gap in some[peaks + self.gaps.nbytes[some] <= 0].tolist():
+            peaks = over.peaks(gaps.start[some], gaps.length[some])
+            for gap in some[peaks + gaps.nbytes[some] <= 0].tolist():
                 if over.peak(spans[gap]) + sizes[gap] <= 0:
                     chosen[gap] = False
                     over.add(spans[gap], sizes[gap])
@@ -160,18 +152,15 @@ class _Cover:
     def climb(
         self, prices: FloatArray, goal: float, num_climbs: int
     ) -> tuple[float, FloatArray, FloatArray]:
-        """Maximises L; gives its best value, the prices there, and the averaged solution."""
-        gaps = self.gaps
+        """Maximises the bound; gives it, its prices, and the averaged solution."""
+        gaps, relaxation = self._gaps, self._relaxation
         bound, best = -np.inf, prices
         shares: FloatArray = np.zeros(len(gaps))
         reach, since = 1.0, 0
         # Beyond, sums would lose the digits that the bound needs.
         dearest = _DEAR * float((self._usual_cost / gaps.nbytes).max())
         for climb in range(num_climbs):
-            gain = np.minimum(self.in_cost - self._relief(prices), 0.0)
-            value = self.out_cost + np.bincount(gaps.version, gain, len(self.out_cost))
-            is_in = ((value < 0)[gaps.version] & (gain < 0)) | gaps.is_endless
-            total = float(np.minimum(value, 0.0).sum() + prices @ self.excess)
+            total, is_in = relaxation.bound(prices)
             memory = _MEMORY if climb else 0.0
             shares = np.asarray(memory * shares + (1 - memory) * is_in, np.float64)
             if total > bound + 1e-4 * abs(bound) or not climb:
@@ -180,7 +169,7 @@ class _Cover:
                     break
             elif (since := since + 1) >= _PATIENCE:
                 reach, since, prices = reach * _SHRINK, 0, best
-            slope = self.excess - gaps.covered(shares)
+            slope = relaxation.lack(shares)
             slope[(prices <= 0) & (slope < 0)] = 0.0
             steepness = float(slope @ slope)
             if steepness <= 0:
@@ -191,8 +180,3 @@ class _Cover:
             step = reach * max(goal * _OVERSHOOT - total, 0.0) / steepness
             prices = np.clip(prices + step * slope, 0.0, dearest)
         return bound, best, shares
-
-    def _relief(self, prices: FloatArray) -> FloatArray:
-        sums = np.concatenate(([0.0], np.cumsum(np.concatenate((prices, prices)))))
-        relief: FloatArray = self.gaps.nbytes * (sums[self._ends] - sums[self.gaps.start])
-        return relief

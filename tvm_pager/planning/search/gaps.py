@@ -2,9 +2,10 @@
 
 [Note: Gaps]
     A gap lies between two uses of a page, or between its last use and its death: it begins at the
-    first moment after the one and ends at the operation of the other, which may lie in the next
-    iteration. A page that nothing uses in any iteration has one gap without end. Gaps longer than
-    an iteration are left out: their pages stay.
+    first moment after the one and ends at the operation of the other, which may lie in a later
+    iteration. What comes from outside has a gap before its first use. A page that lives for ever
+    and is never used has one gap without end. Plans have no use for gaps longer than an iteration:
+    their pages stay. A bound needs them: such a gap lies several times over a moment.
 
 [Note: Versions]
     What a write leaves behind has to be written back once, before the first of the gaps in which
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
     BoolArray = npt.NDArray[np.bool_]
     FloatArray = npt.NDArray[np.float64]
 
-__all__ = ["Gaps", "find_gaps"]
+__all__ = ["Gaps", "all_gaps", "find_gaps"]
 
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """All gaps of a trace as arrays; see [Note: Gaps] and [Note: Versions].
+    """Gaps of a trace as arrays; see [Note: Gaps] and [Note: Versions].
 
     Moments are those of operations, or coarser ones (`Grid`).
 
@@ -43,10 +44,11 @@ class Gaps:
         num_moments: of one iteration.
         page: by gap: the page's number when the gap begins.
         start: by gap: the first moment at which it may be absent; 0 to `num_moments` - 1.
-        length: by gap: moments until it must be there again; 1 to `num_moments`.
+        length: by gap: moments until it must be there again; 1 to `num_moments`, or more in
+            `all_gaps`.
         nbytes: by gap: what its absence frees.
         is_fetched: by gap: whether it ends with a use.
-        is_endless: by gap: whether it ends at all.
+        is_endless: by gap: whether it never ends.
         version: by gap; the gaps of a version are in the order of time.
         written: by gap: the moment from which its version can be written back; negative in the
             iteration before, and less than an iteration before `start`.
@@ -68,18 +70,23 @@ class Gaps:
         return len(self.page)
 
     @property
+    def num_laps(self) -> int:
+        """How many iterations the longest gap touches; at least 2."""
+        last = int((self.start + self.length).max(initial=0))
+        return max(2, -(-last // max(self.num_moments, 1)))
+
+    @property
     def in_bytes(self) -> IntArray:
         """By gap: what has to be fetched if the page is absent."""
         return np.where(self.is_fetched, self.nbytes, 0)
 
     def covered(self, shares: FloatArray | BoolArray) -> FloatArray:
         """By moment: bytes that are away if of each gap that share is absent."""
-        weights = shares * self.nbytes
-        num = self.num_moments
-        steps = np.bincount(self.start, weights, 2 * num + 1)
-        steps -= np.bincount(self.start + self.length, weights, 2 * num + 1)
-        away = np.cumsum(steps)
-        return np.asarray(away[:num] + away[num : 2 * num], np.float64)
+        weights, num = shares * self.nbytes, self.num_laps * self.num_moments
+        steps = np.bincount(self.start, weights, num + 1)
+        steps -= np.bincount(self.start + self.length, weights, num + 1)
+        laps = np.cumsum(steps)[:num].reshape(-1, self.num_moments)
+        return np.asarray(laps.sum(axis=0), np.float64)
 
     def moved(self, chosen: BoolArray) -> tuple[int, int]:
         """Bytes in and out of an iteration in which the pages are absent in these gaps."""
@@ -103,58 +110,40 @@ class Gaps:
 
 
 def find_gaps(index: TraceIndex) -> Gaps:
+    """Finds the gaps that a plan can use: none is longer than an iteration."""
+    gaps = all_gaps(index)
+    return gaps.take(gaps.length <= gaps.num_moments)
+
+
+def all_gaps(index: TraceIndex) -> Gaps:
     """Finds all gaps of a trace."""
-    num_ops = index.num_ops
+    num_ops, kept = index.num_ops, index.frame_bytes
     version, written, out_bytes = _versions(index)
     uses = index.by_page
-    page, at = index.use_page[uses], index.use_op[uses]
-    following = index.next_use[uses]
-    is_fetched = following != NEVER
-    stop = np.where(is_fetched, following, _deaths(index)[page])
     # What comes from outside is there from the beginning, and may leave at once.
-    outside = np.flatnonzero((index.born < 0) & (index.comes_from < 0) & (index.frame_bytes > 0))
-    first, is_used = _first_uses(index, outside)
-    endless = np.flatnonzero(
-        (index.becomes == np.arange(len(index.becomes))) & (np.diff(index.first_of_page) == 0)
-    )
-    num_outside, num_endless = len(outside), len(endless)
-    base = len(out_bytes)
-    kept = index.frame_bytes
+    outside = np.flatnonzero((index.born < 0) & (index.comes_from < 0))
+    page = np.concatenate((index.use_page[uses], outside))
+    start = np.concatenate((index.use_op[uses] + 1, np.zeros(len(outside), np.int64)))
+    following = np.concatenate((index.next_use[uses], index.first_use[outside]))
+    is_fetched = following != NEVER
+    stop = np.where(is_fetched, following, index.dead_from[page])
+    endless = np.flatnonzero((index.first_use == NEVER) & (index.dead_from == NEVER))
+    num, none = len(endless), np.zeros(len(endless), np.int64)
     gaps = Gaps(
         num_ops,
-        np.concatenate((page, outside, endless)),
-        np.concatenate((at + 1, np.zeros(num_outside + num_endless, np.int64))),
-        np.concatenate((stop - at - 1, first, np.full(num_endless, num_ops))),
-        np.concatenate((kept[page], kept[outside], kept[endless])),
-        np.concatenate((is_fetched, is_used, np.zeros(num_endless, np.bool_))),
-        np.repeat((False, True), (len(page) + num_outside, num_endless)),
-        np.concatenate((version, outside, base + np.arange(num_endless))),
-        np.concatenate((written, np.zeros(num_outside + num_endless, np.int64))),
-        np.concatenate((out_bytes, np.zeros(num_endless, np.int64))),
+        np.concatenate((page, endless)),
+        np.concatenate((start, none)),
+        np.concatenate((stop - start, np.full(num, num_ops))),
+        np.concatenate((kept[page], kept[endless])),
+        np.concatenate((is_fetched, none > 0)),
+        np.repeat((False, True), (len(page), num)),
+        np.concatenate((version, outside, len(out_bytes) + np.arange(num))),
+        np.concatenate((written, np.zeros(len(outside) + num, np.int64))),
+        np.concatenate((out_bytes, none)),
     )
     gaps = _past_the_end(index, gaps)
-    fits = (gaps.length > 0) & (gaps.length <= num_ops) & (gaps.nbytes > 0)
-    gaps = gaps.take(fits)
+    gaps = gaps.take((gaps.length > 0) & (gaps.nbytes > 0))
     return gaps.take(np.lexsort((gaps.start - gaps.written, gaps.version)))
-
-
-def _deaths(index: TraceIndex) -> IntArray:
-    """By page: when it is dead, counted past the end; one that lives longer: two iterations."""
-    num_ops = index.num_ops
-    successor = np.maximum(index.becomes, 0)
-    later = np.where(index.becomes >= 0, num_ops + index.died[successor], num_ops)
-    later = np.where(later > 2 * num_ops, 2 * num_ops + 1, later)
-    return np.where(index.died <= num_ops, index.died, later)
-
-
-def _first_uses(index: TraceIndex, pages: IntArray) -> tuple[IntArray, BoolArray]:
-    """By page: the operation that uses it first, and True; or its death, and False."""
-    starts, ends = index.first_of_page[pages], index.first_of_page[pages + 1]
-    is_used = ends > starts
-    if not len(index.by_page):
-        return _deaths(index)[pages], is_used
-    ops = index.use_op[index.by_page[np.minimum(starts, len(index.by_page) - 1)]]
-    return np.where(is_used, ops, _deaths(index)[pages]), is_used
 
 
 def _versions(index: TraceIndex) -> tuple[IntArray, IntArray, IntArray]:

@@ -53,6 +53,7 @@ class TraceIndex:
         use_writes: whether the use changes the page's bytes; creating does.
         by_page: numbers of all uses, page by page, each page's in order.
         first_of_page: where in `by_page` the uses of a page begin, and behind the last page's end.
+        first_use: by page: its first use, or what it becomes is used first, or NEVER.
         next_from_end: by page alive at the end: its next use, in a later iteration, or NEVER.
         last_before_begin: by page alive at the beginning: its last use, earlier, or ALWAYS.
         next_use: by use: the operation of the page's next use, or NEVER.
@@ -134,6 +135,12 @@ class TraceIndex:
         """
         return reuse_bytes(self.use_page, self.becomes, self.frame_bytes)
 
+    @cached_property
+    def dead_from(self) -> IntArray:
+        """By page: the first moment at which it is dead, past the end too; NEVER: it lives on."""
+        known = np.where(self.becomes < 0, np.minimum(self.died, self.num_ops), NEVER)
+        return np.where(known != NEVER, known, _follow(self.becomes, known, self.num_ops, NEVER))
+
     # --- bytes -----------------------------------------------------------------------------------
 
     @cached_property
@@ -209,6 +216,7 @@ class TraceIndex:
         first[used] = ops[starts[used]]
         last[used] = ops[ends[used] - 1]
         self.next_from_end = _follow(self.becomes, first, self.num_ops, NEVER)
+        self.first_use = np.where(first != NEVER, first, self.next_from_end)
         self.last_before_begin = _follow(self.comes_from, last, -self.num_ops, ALWAYS)
         self.next_use = np.full(len(ops), NEVER, np.int64)
         self.previous_use = np.full(len(ops), ALWAYS, np.int64)
