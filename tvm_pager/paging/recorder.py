@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from tvm_pager.memory import PageKind
+from tvm_pager.planning.traces.recorded import in_order_of_mention, with_learned_kinds
 from tvm_pager.planning.traces.trace import Phase, Trace, TraceOp, TracePage
 
 if TYPE_CHECKING:
@@ -236,8 +236,9 @@ class Recorder:
             for page_id, name in (names or {}).items()
             if page_id in self._records
         }
-        pages = [self._page(record, labels.get(id(record), "")) for record in ordered]
-        _learn_kinds(pages, ops)
+        pages = with_learned_kinds(
+            [self._page(record, labels.get(id(record), "")) for record in ordered], ops
+        )
         launch_ns = self._launch_ns()
         numbers = {
             page_id: record.number
@@ -245,7 +246,7 @@ class Recorder:
             if record.number >= 0
         }
         return Recording(
-            Trace(ops, tuple(pages), tuple(modules), launch_ns, self.overhead_bytes, facts or {}),
+            Trace(ops, pages, tuple(modules), launch_ns, self.overhead_bytes, facts or {}),
             tuple([tuple([record.number for record in e.operands]) for e in self.entries]),
             numbers,
             {origin: numbers[i] for i, origin in self._origins.items() if i in numbers},
@@ -254,18 +255,12 @@ class Recorder:
 
     def _number(self) -> tuple[list[PageRecord], int]:
         """Gives all pages their numbers; how many of them are mentioned."""
-        ordered: list[PageRecord] = []
-        for entry in self.entries:
-            for record in (*entry.operands, *entry.creates):
-                if record.number < 0:
-                    record.number = len(ordered)
-                    ordered.append(record)
-        num_mentioned = len(ordered)
-        for _, record in sorted(self._records.items()):
-            if record.number < 0 and record.page is not None:
-                record.number = len(ordered)
-                ordered.append(record)
-        return ordered, num_mentioned
+        others = [record for _, record in sorted(self._records.items()) if record.page is not None]
+        numbers = in_order_of_mention(((e.operands, e.creates) for e in self.entries), others)
+        for record, number in numbers.items():
+            record.number = number
+        mentioned = {id(r) for e in self.entries for some in (e.operands, e.creates) for r in some}
+        return list(numbers), len(mentioned)
 
     @staticmethod
     def _page(record: PageRecord, name: str) -> TracePage:
@@ -317,20 +312,3 @@ def _op(entry: Entry, modules: dict[str, int]) -> TraceOp:
         modules.setdefault(entry.module, len(modules)) if entry.module else -1,
         entry.is_replayable,
     )
-
-
-def _learn_kinds(pages: list[TracePage], ops: Sequence[TraceOp]) -> None:
-    """Says what is an activation, a temporary or a buffer, where nothing else is known."""
-    in_backward: set[int] = set()
-    for op in ops:
-        if op.phase is Phase.BACKWARD:
-            in_backward.update(op.reads)
-    for number, page in enumerate(pages):
-        if page.kind is not PageKind.OTHER:
-            continue
-        if page.name:
-            pages[number] = page._replace(kind=PageKind.BUFFER)
-        elif page.born is not None and page.died is not None:
-            is_saved = ops[page.born].phase is Phase.FORWARD and number in in_backward
-            kind = PageKind.ACTIVATION if is_saved else PageKind.TEMPORARY
-            pages[number] = page._replace(kind=kind)
