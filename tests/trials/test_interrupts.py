@@ -52,14 +52,16 @@ def consistent(pager):
 
 @contextlib.contextmanager
 def interrupted(delay_s, in_time=True):
-    sent = []
+    sent, is_covered = [], threading.Event()
     def send():
+        is_covered.wait()
         time.sleep(delay_s)
         sent.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
     thread = threading.Thread(target=send)
     thread.start()
     try:
+        is_covered.set()
         yield
         time.sleep(SLOW_S)
     except KeyboardInterrupt:
