@@ -180,6 +180,22 @@ def test_the_window_grows_while_no_fault_comes_and_is_small_again_after_one(
 
 
 @pytest.mark.usefixtures("still")
+def test_who_looks_puts_a_bounded_number_of_small_pages_on_the_stream(lane: StreamLane) -> None:
+    def steps() -> Iterator[bool]:
+        stream_of(lane).queue("a")
+        yield True
+
+    small = (Piece(0, 0, 0, 4096),)
+    tickets = [
+        lane.submit(Transfer(number, Lane.H2D, small, object()), steps(), PREFETCH)
+        for number in range(1000)
+    ]
+    assert sum(ticket.is_certain for ticket in tickets) == stream_lane._MOST_CHUNKS
+    lane.close()
+    assert all(ticket.done() for ticket in tickets)
+
+
+@pytest.mark.usefixtures("still")
 def test_promotion_puts_all_that_is_left_on_the_stream(lane: StreamLane) -> None:
     submit(lane, "a", 2, PREFETCH)
     ticket = submit(lane, "b", 2, PREFETCH)

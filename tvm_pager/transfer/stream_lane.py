@@ -43,6 +43,7 @@ __all__ = ["CALM_BYTES", "WINDOW_BYTES", "StreamLane"]
 
 WINDOW_BYTES, CALM_BYTES = 2 * CHUNK_BYTES, 8 * CHUNK_BYTES
 _CALM_WINDOWS = 8
+_MOST_CHUNKS = 128  # of small pages: to put them there takes 3 ms of whoever looks
 _IDLE_S = 5.0  # how long the thread waits for the next queue
 _OPEN_LANES: weakref.WeakSet[StreamLane] = weakref.WeakSet()
 
@@ -166,7 +167,7 @@ class StreamLane:
     def _fill(self) -> None:
         self._trim()
         before_bytes = self._window_bytes
-        while self._window_bytes < self._most_bytes:
+        while self._window_bytes < self._most_bytes and len(self._window) < _MOST_CHUNKS:
             job = self._queue.first()
             if job is None:
                 break
