@@ -10,7 +10,9 @@ goes, again and again, until the operation fits.
 Simplified: c is the cost of the page's own chain of operations from what is alive ("h local"); the
 costs of neighbours that are gone too are not added. Pages are compared by m/c in steps of a fifth.
 The recorded iteration says which pages are used again and that a page that will be given up can go
-right after its last use. Where DTR is asked on demand, no costs are known, and h = 1 / (m s).
+right after its last use. Where DTR is asked on demand, c is the cost of the one operation that made
+the page; what that cannot make again, because an operand is gone or was written, goes last. Among
+these, and where no trace is followed, h = 1 / (m s), with s in operations.
 """
 
 from __future__ import annotations
@@ -54,18 +56,23 @@ class DTR(Policy):
         del self._residents[page_id]
 
     def choose_victims(self, tier: Tier, need_bytes: int, view: View) -> list[Eviction] | None:
-        def inverse_h(page_id: int) -> int:
-            stale = max(0, view.operation_index - view.page(page_id).last_use) + 1
-            return view.frame_bytes(page_id) * stale
-
         movable = [page_id for page_id in self._residents if view.evictable(page_id)]
         victims, freed = [], 0
-        for page_id in sorted(movable, key=inverse_h, reverse=True):
+        for page_id in sorted(movable, key=lambda page_id: _inverse_h(page_id, view), reverse=True):
             if freed >= need_bytes:
                 break
             victims.append(Eviction(page_id))
             freed += view.frame_bytes(page_id)
         return victims if freed >= need_bytes else None
+
+
+def _inverse_h(page_id: int, view: View) -> tuple[bool, float]:
+    """Sorts before pages that are given up rather."""
+    nbytes = view.frame_bytes(page_id)
+    lineage, stale_s = view.lineage(page_id), view.seconds_since_use(page_id)
+    if lineage is not None and lineage.is_recomputable and stale_s is not None:
+        return True, nbytes * (stale_s * 1e9 + 1) / max(1, lineage.compute_ns)
+    return False, nbytes * (max(0, view.operation_index - view.page(page_id).last_use) + 1)
 
 
 class _Run:

@@ -8,7 +8,7 @@ compared: whether a write overtakes one is a matter of time, and the stand-in ha
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -21,14 +21,18 @@ from tvm_pager.paging import DemandPager
 from tvm_pager.paging.recorder import Recorder
 from tvm_pager.planning import (
     Evict,
+    Eviction,
     Fetch,
     HardwareProfile,
     Limits,
     MovementPlan,
     Policy,
+    Tier,
     Trace,
+    View,
     load_policy,
 )
+from tvm_pager.policies.lru import LRU
 from tvm_pager.simulation.feeder import Feeder
 from tvm_pager.simulation.program import Program
 from tvm_pager.transfer.virtual_backend import VirtualBackend
@@ -226,14 +230,28 @@ class Swing(Policy):
         return MovementPlan(tuple(actions))
 
 
+class Noting(LRU):
+    """LRU that writes down what a trace tells of each page, whenever it decides."""
+
+    name = "noting"
+    answers: ClassVar[list[tuple[Any, ...]]] = []
+
+    def choose_victims(self, tier: Tier, need_bytes: int, view: View) -> list[Eviction] | None:
+        for page_id in self._order:
+            lineage, seconds = view.lineage(page_id), view.seconds_since_use(page_id)
+            place = view.next_use(page_id), view.module(page_id), view.layer(page_id)
+            self.answers.append((page_id, lineage, seconds, *place))
+        return super().choose_victims(tier, need_bytes, view)
+
+
 def _followed(pager: DemandPager, log: Log, step: Callable[[], None]) -> tuple[Log, Callable]:
-    """What happens in a step that is followed by plan, and how to name its pages."""
+    """What happens in a step that is followed, and how to name its pages."""
     follower = pager.iterations.follower
     assert follower is not None
-    assert follower.known.book is not None
     numbers = {page_id: follower.number_of(page_id) for page_id in pager.table.pages}
     first_id = pager.table.num_created
     log.events.clear()
+    Noting.answers.clear()
     step()
     _end_copies(pager)
 
@@ -243,18 +261,11 @@ def _followed(pager: DemandPager, log: Log, step: Callable[[], None]) -> tuple[L
     return Log(log.events), label
 
 
-def _moved(log: Log, label: Callable[[int], object]) -> tuple[list[object], list[object]]:
-    """Evictions in order, and fetches, which are told when they are over, whenever that is."""
-    fetched = sorted(log.pages(EventKind.FETCH, label), key=str)
-    return log.pages(EventKind.EVICT, label), fetched
-
-
-def test_a_plan_is_followed_as_by_the_runtime() -> None:
-    """Both record two iterations, plan, and follow: the same trace, the same movement."""
-    device = 400_000
+def _followed_by_the_runtime(policy: type[Policy], device: int) -> tuple[Trace, Log, Callable]:
+    """The trace of an iteration, and a step that is followed by it."""
     log = Log()
-    policy = f"{__name__}:Swing"
-    options = {"device": device, "host": HOST_BYTES, "policy": policy, "strict": True}
+    name = f"{__name__}:{policy.__name__}"
+    options = {"device": device, "host": HOST_BYTES, "policy": name, "strict": True}
     with tvm_pager.Pager(torch_device="cpu", **options) as pager:
         _listen(pager._counters, log)
         core = pager._core
@@ -266,16 +277,21 @@ def test_a_plan_is_followed_as_by_the_runtime() -> None:
             _pass_boundary(pager)
             training.step()
         _pass_boundary(pager)
+        assert core.iterations.is_planned == (policy is Swing)
         trace = core.iterations.follower.known.trace
-        real, label = _followed(core, log, training.step)
-        expected = _moved(real, label)
+        return trace, *_followed(core, log, training.step)
 
+
+def _followed_by_the_simulator(
+    policy: type[Policy], device: int, trace: Trace
+) -> tuple[Trace, Log, Callable]:
+    """The same in the simulator, which records the trace for itself."""
     log = Log()
     backend = VirtualBackend(make_hardware(), HOST_BYTES)
     simulated = DemandPager(
         backend,
         device,
-        Swing,
+        policy,
         sink=log,
         strict=True,
         clock=backend.clock,
@@ -286,10 +302,46 @@ def test_a_plan_is_followed_as_by_the_runtime() -> None:
     for _ in range(4):
         feeder.run_iteration()
     known = simulated.iterations.follower.known.trace
+    return known, *_followed(simulated, log, feeder.run_iteration)
+
+
+def _moved(log: Log, label: Callable[[int], object]) -> tuple[list[object], list[object]]:
+    """Evictions in order, and fetches, which are told when they are over, whenever that is."""
+    fetched = sorted(log.pages(EventKind.FETCH, label), key=str)
+    return log.pages(EventKind.EVICT, label), fetched
+
+
+def test_a_plan_is_followed_as_by_the_runtime() -> None:
+    """Both record two iterations, plan, and follow: the same trace, the same movement."""
+    trace, log, label = _followed_by_the_runtime(Swing, 400_000)
+    expected = _moved(log, label)
+    known, log, label = _followed_by_the_simulator(Swing, 400_000, trace)
     assert [op[:4] for op in known.ops] == [op[:4] for op in trace.ops]
     assert [page._replace(kind=None) for page in known.pages] == [
         page._replace(kind=None) for page in trace.pages
     ]
-    found, label = _followed(simulated, log, feeder.run_iteration)
-    assert _moved(found, label) == expected
+    assert _moved(log, label) == expected
     assert all(expected)
+
+
+def _told(label: Callable[[int], object]) -> list[tuple[object, ...]]:
+    """What `Noting` was answered, by names of pages that hold in both."""
+    told: list[tuple[object, ...]] = []
+    for page_id, lineage, *rest in Noting.answers:
+        if lineage is not None:
+            lineage = lineage._replace(
+                inputs=tuple(other if other is None else label(other) for other in lineage.inputs)
+            )
+        told.append((label(page_id), lineage, *rest))
+    return told
+
+
+def test_a_view_tells_the_same_as_in_the_runtime() -> None:
+    trace, _, label = _followed_by_the_runtime(Noting, 260_000)
+    expected = _told(label)
+    assert _told(_followed_by_the_simulator(Noting, 260_000, trace)[2]) == expected
+    _, lineages, seconds, next_uses, modules, layers = zip(*expected, strict=True)
+    found = [lineage.is_recomputable for lineage in lineages if lineage is not None]
+    assert set(found) == {True, False}
+    for answers in (seconds, next_uses, modules, layers):
+        assert len(set(answers)) > 1

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.unit.blind_view import BlindView
 from tvm_pager.planning import PageKind, PageView, Policy, Tier, load_policy
 
 
-class Future:
+class Future(BlindView):
     """Pages of 10 bytes, used as `uses` says; the next use is number `operation_index`."""
 
     def __init__(self, uses: list[int], clean: frozenset[int] = frozenset()) -> None:

@@ -38,6 +38,7 @@ __all__ = ["Flight"]
 
 _TIER_IS_BROKEN = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT})
 _UP = frozenset({Lane.H2D, Lane.N2D, Lane.N2H, Lane.R2D})
+_MAX_ON_STREAM = 1024  # tickets
 _WITHOUT_DEVICE = frozenset({Lane.H2N, Lane.N2H})
 
 
@@ -86,6 +87,9 @@ class Flight:
         self._current_executor = current_executor
         self._wait_unlocked = wait_unlocked
         self._started_ns: dict[int, int] = {}
+        # Tickets that pages went on without, in stream order; they hold no memory. Who asks for the
+        # backlog clears away what is done: the bound is for where nobody does.
+        self._on_stream: deque[Ticket] = deque(maxlen=_MAX_ON_STREAM)
         self._queues: dict[Lane, deque[tuple[Page, tuple[Ticket, ...]]]] = {
             lane: deque() for lane in Lane
         }
@@ -194,6 +198,7 @@ class Flight:
                 self.settle(page)  # waits for the others
             else:
                 self._finish(page, None)
+                self._on_stream.extend(ticket for ticket in page.readers if ticket in tickets)
 
     def hand_over(self, page: Page) -> None:
         """A LEAVING page is fetched again: its copies down end by themselves, well.
@@ -202,9 +207,20 @@ class Flight:
         again.
         """
         self.pages.pop(page.id, None)
+        self._on_stream.extend(page.tickets)
         self._report(page, None)
         for ticket in page.tickets:
             ticket.transfer.memory = None
+
+    def backlog_bytes(self, lane: Lane) -> int:
+        """See `planning.View.backlog_bytes`."""
+        self._on_stream = deque((t for t in self._on_stream if not t.done()), _MAX_ON_STREAM)
+        held = [ticket for page in self.pages.values() for ticket in page.tickets]
+        return sum(
+            ticket.transfer.nbytes
+            for ticket in (*held, *self._on_stream)
+            if ticket.transfer.lane is lane and not ticket.done()
+        )
 
     def order_again(self, page: Page, executor: Any) -> None:
         """Lets `executor` too come after a fetch that others were ordered behind."""

@@ -194,10 +194,10 @@ class Iterations:
             return None
         return choose_by_plan(self._pager, follower, self.runner, need_bytes)
 
-    def next_use(self, page_id: int) -> float | None:
-        """See `planning.View.next_use`. Who asks wants iterations to be followed."""
+    def followed(self) -> Follower | None:
+        """The follower, for a policy's view. Who asks wants iterations to be followed."""
         self.planner.wants_traces = True
-        return None if self.follower is None else self.follower.next_use(page_id)
+        return self.follower
 
     # --- leaving a trace, and coming back --------------------------------------------------------
 

@@ -7,6 +7,8 @@ from bisect import bisect_left
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tvm_pager.paging.trace_facts import TraceFacts
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -49,6 +51,7 @@ class KnownTrace:
         self.successor: int | None = None
         self.last_followed = 0
         self._num_misses = 0
+        self._facts: TraceFacts | None = None
         self.book: PlanBook | None = None
         self.limits: Limits | None = None
         self._shared: dict[int, int] = {}  # operations in common at the beginning, by other's id
@@ -71,6 +74,13 @@ class KnownTrace:
                 uses[number].append(index)
         self.uses = uses
         self.created_bytes = sum(page.frame_bytes for page in pages if page.born is not None)
+
+    @property
+    def facts(self) -> TraceFacts:
+        """What the trace says of its pages to those who ask; kept."""
+        if self._facts is None or self._facts.trace is not self.trace:
+            self._facts = TraceFacts(self.trace, self.uses)
+        return self._facts
 
     def origins_in(self, recording: Recording) -> dict[int, Origin]:
         """Of the pages that the recorded iteration has created and that are alive; by page id."""

@@ -33,7 +33,7 @@ class Planner:
 
     Attributes:
         wants_traces: whether iterations are recorded and followed: the policy plans, or has asked
-            when pages are used next.
+            what only a trace tells.
         num_errors: what the policy has done wrong.
         kinds: see `Policy`.
     """

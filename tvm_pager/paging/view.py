@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 from tvm_pager.memory import Backing, Page, PageState, Tier
 from tvm_pager.memory.page_table import COMMIT_ALIGNMENT
 from tvm_pager.planning import PageView
+from tvm_pager.transfer.protocol import Lane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from tvm_pager.memory import PageTable
+    from tvm_pager.paging.follower import Follower
+    from tvm_pager.planning import Lineage
 
 __all__ = ["PagerView"]
 
@@ -22,10 +25,19 @@ class PagerView:
     def __init__(self, table: PageTable) -> None:
         self.operation_index = 0
         self.in_use: Collection[int] = ()  # ids of the operands of operations that are running now
-        # How many operations from now a page is used again, if a trace is followed.
-        self.foresee: Callable[[int], float | None] = lambda _: None
         self._table = table
         self._tier = Tier.DEVICE
+        self._follow: Callable[[], Follower | None] = lambda: None
+        self._backlog: Callable[[Lane], int] = lambda _: 0
+
+    def attach(self, follow: Callable[[], Follower | None], backlog: Callable[[Lane], int]) -> None:
+        """Takes what tells of traces and lanes.
+
+        Args:
+            follow: gives who knows where in a trace the program is; called for each question.
+            backlog: gives the bytes that are queued or under way on a lane.
+        """
+        self._follow, self._backlog = follow, backlog
 
     def bind(self, tier: Tier) -> None:
         self._tier = tier
@@ -64,11 +76,46 @@ class PagerView:
         return not unique or unique + COMMIT_ALIGNMENT <= self._table.frames[Tier.NVME].free_bytes
 
     def next_use(self, page_id: int) -> float | None:
-        return self.foresee(page_id)
+        follower = self._follow()
+        return None if follower is None else follower.next_use(page_id)
+
+    def lineage(self, page_id: int) -> Lineage | None:
+        follower, number = self._place_of(page_id)
+        if follower is None or number is None:
+            return None
+        return follower.known.facts.lineage(number, follower.index, follower.pages)
+
+    def seconds_since_use(self, page_id: int) -> float | None:
+        follower, number = self._place_of(page_id)
+        if follower is None or number is None:
+            return None
+        unused_ns = follower.known.facts.unused_ns(number, follower.index - 1)
+        return None if unused_ns is None else unused_ns / 1e9
+
+    def module(self, page_id: int) -> str:
+        follower, number = self._place_of(page_id)
+        return "" if follower is None or number is None else follower.known.facts.module(number)
+
+    def layer(self, page_id: int) -> int | None:
+        follower, number = self._place_of(page_id)
+        return None if follower is None or number is None else follower.known.facts.layer(number)
+
+    def backlog_bytes(self, lane: str) -> int:
+        try:
+            wanted = Lane(lane)
+        except ValueError:
+            lanes = ", ".join(known.value for known in Lane)
+            raise ValueError(f"view.backlog_bytes: no lane {lane!r}; there are {lanes}") from None
+        return self._backlog(wanted)
 
     def frame_bytes(self, page_id: int) -> int:
         page = self._table.pages[page_id]
         return page.frame_bytes if self._tier is Tier.DEVICE else host_frame_bytes(page)
+
+    def _place_of(self, page_id: int) -> tuple[Follower | None, int | None]:
+        """Who follows a trace, and the page's number in it."""
+        follower = self._follow()
+        return follower, None if follower is None else follower.number_of(page_id)
 
 
 def host_frame_bytes(page: Page) -> int:

@@ -17,7 +17,14 @@ from tvm_pager.planning.plan import (
     Prediction,
     RunOnHost,
 )
-from tvm_pager.planning.policy import Eviction, IterationReport, PageView, Policy, View
+from tvm_pager.planning.policy import (
+    Eviction,
+    IterationReport,
+    Lineage,
+    PageView,
+    Policy,
+    View,
+)
 from tvm_pager.planning.registry import available_policies, load_policy
 from tvm_pager.planning.traces.trace import Phase, Trace, TraceOp, TracePage
 
@@ -33,6 +40,7 @@ __all__ = [
     "IterationReport",
     "Keep",
     "Limits",
+    "Lineage",
     "MovementPlan",
     "PageKind",
     "PageView",

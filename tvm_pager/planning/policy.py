@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tvm_pager.planning.plan import MovementPlan
     from tvm_pager.planning.traces.trace import Trace
 
-__all__ = ["Eviction", "IterationReport", "PageView", "Policy", "View"]
+__all__ = ["Eviction", "IterationReport", "Lineage", "PageView", "Policy", "View"]
 
 
 class Eviction(NamedTuple):
@@ -50,8 +50,35 @@ class PageView(NamedTuple):
     last_use: int  # index of the last operation that used it; compare `View.operation_index`
 
 
+class Lineage(NamedTuple):
+    """Where a page comes from, by the trace that is followed.
+
+    Attributes:
+        name: of the operation that created the page, as torch calls it.
+        op: index of that operation in the trace.
+        compute_ns: its device time.
+        inputs: ids of its operands' pages, each once; None stands for one that is gone.
+        is_recomputable: whether that operation alone, run again now, would give the page's bytes:
+            it is replayable, all inputs are alive, and by the trace nothing has written them since,
+            and nothing ever writes the page.
+    """
+
+    name: str
+    op: int
+    compute_ns: int
+    inputs: tuple[int | None, ...]
+    is_recomputable: bool
+
+
 class View(Protocol):
-    """Read-only, and valid only during the call it is passed to."""
+    """Read-only, and valid only during the call it is passed to.
+
+    [Note: What only a trace tells]
+        Iterations are recorded and followed for a policy that plans, and for one that has asked
+        `next_use`, `lineage`, `seconds_since_use`, `module` or `layer` once. Until they are, and
+        for pages that the trace does not know, nobody knows: None or "". Each answer is computed
+        when it is asked for, in O(1) or O(operands); the first one of a trace takes a pass over it.
+    """
 
     operation_index: int
 
@@ -68,6 +95,39 @@ class View(Protocol):
         """How many operations from now the page is used again, by the trace that is followed.
 
         `math.inf`: never, it dies first. None: nobody knows.
+        """
+
+    def lineage(self, page_id: int) -> Lineage | None:
+        """What made the page. None: the present iteration did not, or nobody knows."""
+
+    def seconds_since_use(self, page_id: int) -> float | None:
+        """Device time of the operations of the trace between the page's last use and the present.
+
+        If it was not used in this iteration, the one before is taken to have been alike. None:
+        nobody knows.
+        """
+
+    def module(self, page_id: int) -> str:
+        """Dotted path of the module that made the page, or uses it first; "": unknown."""
+
+    def layer(self, page_id: int) -> int | None:
+        """The layer that the page's operation belongs to, as `module`; see `traces.layers`.
+
+        Numbers are in the order of first use. None: unknown, or the trace shows no layers.
+        """
+
+    def backlog_bytes(self, lane: str) -> int:
+        """Bytes of the transfers that are queued or under way on a lane.
+
+        A transfer counts whole until it is done. Needs no trace and never blocks. O(transfers in
+        flight).
+
+        Args:
+            lane: "d2h", "h2d", "d2n", "n2d", "h2n" or "n2h", for device, host and NVMe; "r2d" for
+                what is computed again.
+
+        Raises:
+            ValueError: there is no such lane.
         """
 
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from hypothesis import strategies as st
 
 from tvm_pager.memory import PageKind, Tier
-from tvm_pager.planning import Eviction, PageView
+from tvm_pager.planning import Eviction, Lineage, PageView
 from tvm_pager.testing.strategies import page_bytes
+from tvm_pager.transfer.protocol import Lane
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -69,7 +70,7 @@ class History(NamedTuple):
     """What happens to one tier."""
 
     tier: Tier
-    foresees: bool  # whether the view knows when pages are used next
+    foresees: bool  # whether the view knows what only a trace tells
     steps: tuple[Step, ...]
 
 
@@ -104,7 +105,10 @@ class _Page(NamedTuple):
 
 
 class _Seen:
-    """What one call's view shows; void afterwards."""
+    """What one call's view shows; void afterwards.
+
+    What a trace would tell is whatever, but the same every time.
+    """
 
     def __init__(self, run: DemandRun, held: set[int]) -> None:
         self.operation_index = run.now
@@ -136,8 +140,31 @@ class _Seen:
         run = self._valid
         if not run.foresees:
             return None
-        distance = (page_id * 7 + run.now) % 11  # whatever, but the same every time
+        distance = (page_id * 7 + run.now) % 11
         return math.inf if distance == 10 else float(distance)
+
+    def lineage(self, page_id: int) -> Lineage | None:
+        run = self._valid
+        if not run.foresees or page_id % 4 == 3:
+            return None
+        before = [other for other in (page_id - 1, page_id - 2) if other >= 0]
+        inputs = tuple(other if other in run.pages else None for other in before)
+        is_recomputable = None not in inputs and page_id % 5 != 4
+        return Lineage("test::make", page_id, page_id * 13 % 7 * 1000, inputs, is_recomputable)
+
+    def seconds_since_use(self, page_id: int) -> float | None:
+        run = self._valid
+        page = run.pages.get(page_id)
+        return None if page is None or not run.foresees else (run.now - page.last_use) * 1e-6
+
+    def module(self, page_id: int) -> str:
+        return f"layers.{page_id % 3}" if self._valid.foresees and page_id % 4 else ""
+
+    def layer(self, page_id: int) -> int | None:
+        return page_id % 3 if self._valid.foresees and page_id % 4 else None
+
+    def backlog_bytes(self, lane: str) -> int:
+        return (self._valid.now * 7 + len(Lane(lane).name)) % 5 * 4096
 
     def end(self) -> None:
         self._run = None

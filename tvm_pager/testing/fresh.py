@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from tvm_pager.memory import PageKind, Tier
-from tvm_pager.planning import Limits, PageView, Policy, load_policy
+from tvm_pager.planning import Limits, Lineage, PageView, Policy, load_policy
 from tvm_pager.testing.machines import example_profile
 from tvm_pager.testing.training import training_trace
+from tvm_pager.transfer.protocol import Lane
 
 __all__ = ["main"]
 
@@ -38,6 +39,23 @@ class _Seen:
 
     def next_use(self, page_id: int) -> float | None:
         return math.inf if page_id % 9 == 0 else float(page_id * 11 % 17)
+
+    def lineage(self, page_id: int) -> Lineage | None:
+        inputs = (page_id // 2, None if page_id % 4 == 3 else page_id // 3)
+        cost_ns = page_id * 13 % 7 * 1000
+        return Lineage("test::make", page_id, cost_ns, inputs, None not in inputs)
+
+    def seconds_since_use(self, page_id: int) -> float | None:
+        return (self.operation_index - page_id) * 1e-6
+
+    def module(self, page_id: int) -> str:
+        return f"layers.{page_id % 3}"
+
+    def layer(self, page_id: int) -> int | None:
+        return page_id % 3
+
+    def backlog_bytes(self, lane: str) -> int:
+        return len(Lane(lane).value) << 20
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from tvm_pager.planning.traces.trace import Trace
 
@@ -70,6 +70,20 @@ class Replays:
             sum(pages[made].frame_bytes for op in ops for made in all_ops[op].creates),
         )
 
+    def is_direct(self, page: int, moment: int, is_there: Callable[[int], bool]) -> bool:
+        """Whether the operation that created the page can do so again at `moment`, by itself.
+
+        Args:
+            page: its number.
+            moment: when; a moment after its creation.
+            is_there: whether an operand is alive, by number.
+        """
+        born = self._maker_of(page)
+        return born is not None and all(
+            is_there(operand) and not self._is_written_between(operand, born, moment)
+            for operand in self._trace.ops[born].reads
+        )
+
     def _visit(
         self,
         page: int,
@@ -81,16 +95,13 @@ class Replays:
         waiting = [page]
         while waiting:
             wanted = waiting.pop()
-            born = self._trace.pages[wanted].born
-            if born is None or wanted in self._writes:
-                return False
-            op = self._trace.ops[born]
-            if not op.is_replayable or len(order) >= MAX_CHAIN:
+            born = self._maker_of(wanted)
+            if born is None or len(order) >= MAX_CHAIN:
                 return False
             if born in order:
                 continue
             order[born] = None
-            for operand in op.reads:
+            for operand in self._trace.ops[born].reads:
                 if not self._is_alive(operand, moment) or operand in lost:
                     waiting.append(operand)
                 elif self._is_written_between(operand, born, moment):
@@ -98,6 +109,13 @@ class Replays:
                 else:
                     sources[operand] = None
         return True
+
+    def _maker_of(self, page: int) -> int | None:
+        """The operation that gives the page's bytes whenever it runs; None: there is none."""
+        born = self._trace.pages[page].born
+        if born is None or page in self._writes or not self._trace.ops[born].is_replayable:
+            return None
+        return born
 
     def _is_alive(self, page: int, moment: int) -> bool:
         died = self._trace.pages[page].died
