@@ -47,7 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if item.get_closest_marker("nightly") and PROFILE != "nightly":
             item.add_marker(pytest.mark.skip(reason="needs HYPOTHESIS_PROFILE=nightly"))
-        if PROFILE == "nightly" and not item.get_closest_marker("timeout"):
+        # A module's own limit is for the usual number of examples.
+        if PROFILE == "nightly" and all(marker.name != "timeout" for marker in item.own_markers):
             item.add_marker(pytest.mark.timeout(NIGHTLY_TIMEOUT_S))
 
 

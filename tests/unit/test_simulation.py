@@ -105,6 +105,24 @@ def test_what_cannot_run_says_so_as_the_pager_does() -> None:
         run(ALTERNATING, P, host=0)
 
 
+def test_policies_plan_with_what_they_are_told_not_with_what_it_takes() -> None:
+    """Scenario: operations take twice as long as the trace says, copies half as long as planned."""
+    told: list[tuple[int, float]] = []
+
+    class Listening(Policy):
+        name = "listening"
+
+        def plan(self, trace: Trace, hardware: HardwareProfile, limits: Limits) -> None:
+            told.append((trace.compute_ns, hardware.h2d.bytes_per_s))
+
+    slow = make_hardware(link_bytes_per_ns=0.5)
+    options = SimulationOptions(Listening, submit_ns=0, compute_factor=2.0, planned_hardware=slow)
+    result = simulate(ALTERNATING, make_hardware(), Limits(P, ENOUGH), options)
+    assert result.step_ns == 2 * (P + 200)
+    assert result.compute_ns == 400
+    assert set(told) == {(200, slow.h2d.bytes_per_s)}
+
+
 def test_pages_from_outside_come_anew_in_each_iteration() -> None:
     """Scenario: an input batch is there before the first operation, and dies in the second."""
     ops = (TraceOp("use", (0,), compute_ns=5), TraceOp("other", (1,), compute_ns=5))

@@ -30,7 +30,7 @@ class Step(NamedTuple):
         deaths: numbers of the pages that have died when it begins.
         new_bytes: device bytes that it wants besides its operands: results and workspace.
         least_bytes: those without which it cannot run: its results.
-        compute_ns: device time.
+        compute_ns: device time here; what is recorded has that of `op`.
         op: as in the trace.
     """
 
@@ -48,6 +48,10 @@ class Step(NamedTuple):
 class Program:
     """The steps of an iteration, and how it hands its pages to the next one.
 
+    Args:
+        trace: the iteration.
+        compute_factor: device times over the trace's.
+
     Attributes:
         trace: what it was made of.
         steps: in order.
@@ -60,7 +64,7 @@ class Program:
         gone: numbers of the pages that are alive at the end and not in the next iteration.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, compute_factor: float = 1.0) -> None:
         self.trace = trace
         pages = trace.pages
         self.num_pages = len(pages)
@@ -93,7 +97,7 @@ class Program:
                     tuple(deaths[index]),
                     least_bytes + op.workspace_bytes,
                     least_bytes,
-                    op.compute_ns,
+                    round(op.compute_ns * compute_factor),
                     op,
                 )
             )

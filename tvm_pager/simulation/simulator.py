@@ -39,6 +39,8 @@ class SimulationOptions:
         is_strict: a misbehaving policy is an error, else LRU takes over.
         launch_ns: host time of an operation; None: what the trace says, else the profile.
         submit_ns: host time of a copy; None: what the profile says.
+        compute_factor: device time of operations over the trace's, of which policies are not told.
+        planned_hardware: what policies plan with; None: the rates that copies have here.
         sink: takes the pager's events too.
         on_kernel: takes name, begin and end of each operation on the device.
         on_copy: takes each chunk that moved, with its begin and end.
@@ -51,6 +53,8 @@ class SimulationOptions:
     is_strict: bool = True
     launch_ns: int | None = None
     submit_ns: int | None = None
+    compute_factor: float = 1.0
+    planned_hardware: HardwareProfile | None = None
     sink: EventSink | None = None
     on_kernel: Callable[[str, int, int], None] | None = None
     on_copy: Callable[[Chunk, int, int], None] | None = None
@@ -133,7 +137,7 @@ class _Simulation:
             on_kernel=options.on_kernel,
             on_copy=options.on_copy,
         )
-        policy = options.policy
+        policy, planned = options.policy, options.planned_hardware or hardware
         sink = options.sink
         self._pager = DemandPager(
             self._backend,
@@ -144,14 +148,15 @@ class _Simulation:
             strict=options.is_strict,
             clock=self._backend.clock,
             write_behind_bytes=write_behind_bytes(limits.device_bytes),
-            hardware=lambda: hardware,
+            hardware=lambda: planned,
             disk_engine=limits.disk_engine,
         )
         self._pager.sample_overhead()
         launch_ns = options.launch_ns
         if launch_ns is None:
             launch_ns = trace.launch_ns or round(hardware.overheads.dispatched_ns.median)
-        self._feeder = Feeder(self._pager, self._backend, Program(trace), launch_ns)
+        program = Program(trace, options.compute_factor)
+        self._feeder = Feeder(self._pager, self._backend, program, launch_ns)
 
     def run(self) -> SimulationResult:
         started_s = time.perf_counter()
