@@ -154,12 +154,16 @@ class PageTable(TierBooks):
         """Frees the frames of dead pages, and the oldest in limbo, whose tickets are done."""
         self.leave_limbo()
         for page in list(self._zombies.values()):
-            if all(ticket.done() for ticket in page.tickets):
-                del self._zombies[page.id]
-                page.tickets = ()
-                for _, tier, frame in self._arrivals.pop(page.id, ()):
-                    self.frames[tier].free(frame)
-                self._free_copies(page)
+            self.bury(page)
+
+    def bury(self, page: Page) -> None:
+        """Frees the frames of one dead page, if its tickets are done. O(its tickets)."""
+        if page.id in self._zombies and all(ticket.done() for ticket in page.tickets):
+            del self._zombies[page.id]
+            page.tickets = ()
+            for _, tier, frame in self._arrivals.pop(page.id, ()):
+                self.frames[tier].free(frame)
+            self._free_copies(page)
 
     @property
     def zombies(self) -> list[Page]:

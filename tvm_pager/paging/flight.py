@@ -243,7 +243,7 @@ class Flight:
                     with contextlib.suppress(TransferError):
                         self.settle(page)
                 queue.popleft()
-        self._table.reap()
+        self._table.leave_limbo()
 
     def settle_any(self) -> bool:
         """Blocks, with the lock given up, for the oldest transfer; False if there is none."""
@@ -273,7 +273,7 @@ class Flight:
             is_mismatch = failure is not None
         self._report(page, failure)
         if page.state is PageState.DEAD:
-            self._table.reap()
+            self._table.bury(page)
             return
         if failure is not None:
             error = failure if is_mismatch else copy_failed(page, self._table, failure)

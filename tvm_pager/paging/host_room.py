@@ -58,6 +58,7 @@ class HostRoom:
         num_failed = self._flight.num_failed_demotions
         while frames.free_bytes < need_bytes:
             self._flight.reap()
+            self._table.reap()  # also those whose copies have overtaken older ones
             missing = need_bytes - frames.free_bytes
             if missing <= 0:
                 break
