@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import TYPE_CHECKING
 
 from tests.model.programs import FRAME, Rig
 from tvm_pager.memory import Tier
 from tvm_pager.transfer.ram_ticket import RamTicket
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def dying(num: int) -> Rig:
