@@ -36,6 +36,14 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)  # bitwise comparisons, and no fight for the cores
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """For `-n auto`: one beside a GPU, whose memory and links tests measure; else two at most.
+
+    Each has threads of its own, for transfers, and no more than two cores are asked for.
+    """
+    return 1 if torch.cuda.is_available() else min(2, os.cpu_count() or 1)
+
+
 def pytest_report_header() -> str:
     return f"tvm_pager: hypothesis profile {PROFILE}, CUDA devices {torch.cuda.device_count()}"
 

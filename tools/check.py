@@ -47,8 +47,12 @@ CHECKS = (
     Check("layers", ("-c", _LINT_IMPORTS, "--no-cache")),
     Check("sizes", ("tools/sz.py", "--top", "5")),
 )
-# The ten slowest tests are shown, because CI has a time limit.
-TESTS = Check("tests", ("-m", "pytest", "--durations=10"), is_verbose=True)
+# CI has a time limit: the ten slowest tests are shown, and two run at a time (tests/conftest.py).
+TESTS = Check(
+    "tests",
+    ("-m", "pytest", "-n", "auto", "--dist", "worksteal", "--durations=10"),
+    is_verbose=True,
+)
 
 
 def run_check(check: Check, root: Path = ROOT) -> Outcome:

@@ -231,9 +231,9 @@ MOVEMENT_MUTATIONS = (
     Mutation(
         "frames that fill for a dead page come back",
         "tvm_pager/memory/page_table.py",
-        "                for _, tier, frame in self._arrivals.pop(page.id, ()):\n"
-        "                    self.frames[tier].free(frame)\n",
-        "                self._arrivals.pop(page.id, ())\n",
+        "            for _, tier, frame in self._arrivals.pop(page.id, ()):\n"
+        "                self.frames[tier].free(frame)\n",
+        "            self._arrivals.pop(page.id, ())\n",
         _ORDER + "frames_of_a_page_that_dies_in_write_back_are_free_after_the_copy_only",
     ),
     Mutation(

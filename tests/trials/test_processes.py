@@ -345,6 +345,7 @@ with small_pager(tmp_path, device=76 * KIB) as pager:
     for offsets in (0.5, offset)[method == "spawn":]:  # half a second for each worker
         if method == "fork":
             offset.add(0)  # on the device when the workers start
+        gc.collect()  # as below
         loader = DataLoader(Squares(offsets), 4, num_workers=2, multiprocessing_context=method)
         rows = []
         for batch_ in loader:
@@ -356,6 +357,7 @@ with small_pager(tmp_path, device=76 * KIB) as pager:
         pager.evict_all()
         with pytest.raises(tvm_pager.PagerClosedError, match="Page .* fork"):
             list(DataLoader(Squares(offset), num_workers=2, multiprocessing_context="fork"))
+    gc.collect()  # torch complains of iterators that are collected in a forked child
     with multiprocessing.get_context(method).Pool(1 + (method == "fork")) as pool:
         parameters = list(training.model.parameters())
         found = pool.map(seen, parameters)
