@@ -374,7 +374,7 @@ MOVEMENT_MUTATIONS = (
     ),
     Mutation(
         "file-backed pages commit nothing",
-        "tvm_pager/memory/page_table.py",
+        "tvm_pager/memory/tier_books.py",
         "        if page.backing is Backing.FILE:\n            return 0\n",
         "",
         _BACKING + "a_page_backed_by_a_file_moves_nothing_down_and_commits_nothing",

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from tvm_pager.memory.address_space import AddressSpace, Translation
 from tvm_pager.memory.page import Backing, Page, PageKind, PageState, Segment, Tier
-from tvm_pager.memory.tier_books import Arrival, TierBooks
+from tvm_pager.memory.tier_books import COMMIT_ALIGNMENT, Arrival, TierBooks
 from tvm_pager.memory.transitions import enter
 
 if TYPE_CHECKING:
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
     from tvm_pager.memory.frames import FrameAllocator
 
-__all__ = ["COMMIT_ALIGNMENT", "PageTable"]
-
-COMMIT_ALIGNMENT = 4096  # what a page may take below the device, whatever its size
+__all__ = ["PageTable"]
 
 _COMMIT_MASK = COMMIT_ALIGNMENT - 1
 # Names of the module cost 2 ns, members of an enumeration 30 (Python 3.11).
@@ -357,7 +355,7 @@ class PageTable(TierBooks):
         page.has_copies = page.has_source or any(not part.is_dirty for part in page.segments)
         return freed
 
-    # --- frames and commit -----------------------------------------------------------------------
+    # --- segments --------------------------------------------------------------------------------
 
     def segments_of(self, page: Page) -> tuple[Segment, ...]:
         if not page.segments and page.nbytes:
@@ -367,19 +365,6 @@ class PageTable(TierBooks):
                 for offset in range(0, page.nbytes, step)
             )
         return page.segments
-
-    @staticmethod
-    def commit_of(nbytes: int) -> int:
-        """Bytes that a page may take in the tiers below, in the worst case."""
-        return (nbytes + _COMMIT_MASK) & ~_COMMIT_MASK
-
-    def committed_of(self, page: Page) -> int:
-        """Bytes that the page counts as committed: none while its source alone backs it."""
-        if page.backing is Backing.FILE:
-            return 0
-        if page.backing is Backing.RECIPE and not page.is_on_device:
-            return 0
-        return self.commit_of(page.nbytes)
 
     # --- looking ---------------------------------------------------------------------------------
 

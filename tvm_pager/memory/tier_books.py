@@ -1,20 +1,21 @@
-"""The books of the tiers below the device: frames taken, free, set aside, and in limbo."""
+"""The books of the tiers below the device: frames taken, free, in limbo, and committed."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from tvm_pager.memory.page import Tier
+from tvm_pager.memory.page import Backing, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tvm_pager.memory.frames import Extent, FrameAllocator
-    from tvm_pager.memory.page import Segment
+    from tvm_pager.memory.page import Page, Segment
 
-__all__ = ["Arrival", "TierBooks"]
+__all__ = ["COMMIT_ALIGNMENT", "Arrival", "TierBooks"]
 
+COMMIT_ALIGNMENT = 4096  # what a page may take below the device, whatever its size
 Arrival = tuple["Segment", Tier, "tuple[Extent, ...]"]  # a frame that a transfer is filling
 
 
@@ -68,3 +69,18 @@ class TierBooks:
     def close_tier(self, tier: Tier, reason: str) -> None:
         """No new page counts on this tier any more; those that live go on using it."""
         self.closed_tiers.setdefault(tier, reason)
+
+    # --- commit ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def commit_of(nbytes: int) -> int:
+        """Bytes that a page may take in the tiers below, in the worst case."""
+        return -(-nbytes // COMMIT_ALIGNMENT) * COMMIT_ALIGNMENT
+
+    def committed_of(self, page: Page) -> int:
+        """Bytes that the page counts as committed: none while its source alone backs it."""
+        if page.backing is Backing.FILE:
+            return 0
+        if page.backing is Backing.RECIPE and not page.is_on_device:
+            return 0
+        return self.commit_of(page.nbytes)

@@ -25,7 +25,7 @@ from tvm_pager.errors import BudgetError, TransferError
 from tvm_pager.events import Event, EventKind
 from tvm_pager.memory import Backing, FrameAllocator, Page, PageKind, PageState, PageTable, Tier
 from tvm_pager.memory.invariants import check_table
-from tvm_pager.memory.page_table import COMMIT_ALIGNMENT
+from tvm_pager.memory.tier_books import COMMIT_ALIGNMENT
 from tvm_pager.paging.admission import Admission
 from tvm_pager.paging.budgets import Budgets
 from tvm_pager.paging.evictor import Evictor

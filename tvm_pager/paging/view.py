@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tvm_pager.memory import Backing, Page, PageState, Tier
-from tvm_pager.memory.page_table import COMMIT_ALIGNMENT
+from tvm_pager.memory.tier_books import COMMIT_ALIGNMENT
 from tvm_pager.planning import PageView
 from tvm_pager.transfer.protocol import Lane
 
