@@ -12,6 +12,7 @@ time, so what the lanes take is lost to the launching thread too.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -19,6 +20,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -26,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it ru
 
 import tvm_pager
 from tools import bench_llama
+from tvm_pager.runtime import dispatch
 
 __all__ = ["Costs", "main", "measure"]
 
@@ -39,6 +43,7 @@ class Costs:
     planned_ms: float
     num_operations: float
     num_moves: float  # evictions and fetches
+    num_slow: float  # operations that leave the fast path of dispatch.py
 
     @property
     def operation_us(self) -> float:
@@ -77,6 +82,7 @@ def measure(args: argparse.Namespace) -> Costs:
                 for _ in range(args.blocks)
             ]
             after = tight.stats()
+            num_slow = _num_slow(planned, args.steps) / args.steps
         finally:
             tight.close()
     finally:
@@ -86,7 +92,20 @@ def measure(args: argparse.Namespace) -> Costs:
         *(statistics.median(column) * 1e3 for column in zip(*rounds, strict=True)),
         (after.num_operations - before.num_operations) / num_steps,
         2 * (after.num_evictions - before.num_evictions) / num_steps,
+        num_slow,
     )
+
+
+def _num_slow(trainer: bench_llama.Trainer, num_steps: int) -> int:
+    num, run = itertools.count(), dispatch.run_operator
+
+    def counted(*args: Any) -> Any:
+        next(num)
+        return run(*args)
+
+    with mock.patch.object(dispatch, "run_operator", counted):
+        bench_llama.time_block(trainer, num_steps)
+    return next(num)
 
 
 def _processor_s(trainer: bench_llama.Trainer, num_steps: int) -> float:
@@ -108,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"plain {costs.plain_ms:.1f} ms a step, paged and resident {costs.resident_ms:.1f}, "
         f"{args.policy} {costs.planned_ms:.1f}; {costs.num_operations:,.0f} operations, "
+        f"{costs.num_slow:,.0f} of them not on the fast path, "
         f"{costs.num_moves:,.0f} moves; +{costs.operation_us:.1f} us an operation, "
         f"+{costs.move_us:.1f} us a move"
     )

@@ -65,6 +65,7 @@ def test_the_cost_of_moves_is_measured(tmp_path: Path, capsys: pytest.CaptureFix
     figures = json.loads(json_file.read_text())
     assert figures["num_operations"] > 100
     assert figures["num_moves"] > 0
+    assert 0 < figures["num_slow"] < figures["num_operations"]
     assert figures["resident_ms"] > figures["plain_ms"]
     assert "us a move" in capsys.readouterr().out
 
