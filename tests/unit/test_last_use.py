@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 import tvm_pager
+from tests.model.programs import FRAME, Rig, training
 from tvm_pager.memory import FrameAllocator, Page, PageState, PageTable
 from tvm_pager.planning import Eviction, Policy, Tier, View, load_policy
 from tvm_pager.runtime.storage import page_of
@@ -146,3 +147,25 @@ def test_a_page_is_born_with_all_of_its_fields() -> None:
             getattr(page, name)
     assert (page.nbytes, page.frame_bytes, page.state) == (100, 512, PageState.RESIDENT)
     assert [page.has_copies, page.tickets, page.known_to, page.last_use] == [False, (), 0, 0]
+
+
+def test_a_policy_of_the_slab_knows_too_how_many_operations_have_run() -> None:
+    ages: list[int] = []
+
+    class Looking(load_policy("lru")):  # type: ignore[misc]
+        def choose_victims(self, tier: Tier, need_bytes: int, view: Any) -> Any:
+            victims = super().choose_victims(tier, need_bytes, view)
+            if tier is Tier.HOST:
+                ages.extend(
+                    view.operation_index - view.page(page_id).last_use
+                    for page_id, _ in victims or ()
+                )
+            return victims
+
+    rig = Rig(Looking, device=40 * 512, host=4 * FRAME)
+    rig.weights()
+    for _ in range(3):
+        rig.iterate(training())
+    assert ages
+    assert min(ages) >= 0
+    rig.end()

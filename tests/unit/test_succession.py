@@ -130,7 +130,6 @@ def test_lru_evicts_first_what_was_used_longest_ago() -> None:
     rig = trained(load_policy("clock"), num=2)
     change(rig, load_policy("lru"))
     policy, table = rig.pager.device_policy, rig.pager.table
-    rig.pager.view.operation_index = rig.pager.operation_index
     victims = policy.victims(3 * 3072, rig.pager.view)
     assert victims is not None
     movable = [p for p in table.pages.values() if p.is_on_device and not p.pins and not p.tickets]

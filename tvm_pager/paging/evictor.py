@@ -107,7 +107,6 @@ class Evictor:
 
     def _choose(self, need_bytes: int) -> bool:
         pager = self._pager
-        pager.view.operation_index = pager.operation_index
         pager.view.in_use = {page.id for pages in pager.running for page in pages}
         victims = pager.iterations.victims(need_bytes) if need_bytes else None
         if self.ahead_bytes and victims is None:

@@ -174,7 +174,9 @@ class DemandPager:
             Planner(given[Tier.DEVICE], hardware, disk_engine, self.notice, strict=strict),
             clock,
         )
-        self.view.attach(self.iterations.followed, self.flight.backlog_bytes)
+        self.view.attach(
+            self.iterations.followed, self.flight.backlog_bytes, lambda: self.operation_index
+        )
         self.commit_limit_bytes = 0
         self.table.on_larger_page = self.update_commit_limit
         self.update_commit_limit()

@@ -23,21 +23,31 @@ class PagerView:
     """Read-only for policies; the pager rebinds it to a tier before each decision."""
 
     def __init__(self, table: PageTable) -> None:
-        self.operation_index = 0
         self.in_use: Collection[int] = ()  # ids of the operands of operations that are running now
         self._table = table
         self._tier = Tier.DEVICE
         self._follow: Callable[[], Follower | None] = lambda: None
         self._backlog: Callable[[Lane], int] = lambda _: 0
+        self._now: Callable[[], int] = lambda: 0
 
-    def attach(self, follow: Callable[[], Follower | None], backlog: Callable[[Lane], int]) -> None:
-        """Takes what tells of traces and lanes.
+    def attach(
+        self,
+        follow: Callable[[], Follower | None],
+        backlog: Callable[[Lane], int],
+        now: Callable[[], int],
+    ) -> None:
+        """Takes what tells of traces, lanes and time; each is called for each question.
 
         Args:
-            follow: gives who knows where in a trace the program is; called for each question.
+            follow: gives who knows where in a trace the program is.
             backlog: gives the bytes that are queued or under way on a lane.
+            now: gives how many operations have begun to run.
         """
-        self._follow, self._backlog = follow, backlog
+        self._follow, self._backlog, self._now = follow, backlog, now
+
+    @property
+    def operation_index(self) -> int:
+        return self._now()
 
     def bind(self, tier: Tier) -> None:
         self._tier = tier

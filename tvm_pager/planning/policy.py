@@ -80,7 +80,9 @@ class View(Protocol):
         when it is asked for, in O(1) or O(operands); the first one of a trace takes a pass over it.
     """
 
-    operation_index: int
+    @property
+    def operation_index(self) -> int:
+        """How many operations have begun to run."""
 
     def page(self, page_id: int) -> PageView:
         """Raises KeyError for an id that is not a live page."""
