@@ -168,15 +168,28 @@ def test_the_optimizer_of_another_model_ends_no_iteration(tmp_path: Path, is_pag
             others_pager.close()
 
 
-def test_an_unpaged_head_on_a_paged_model_ends_iterations(tmp_path: Path) -> None:
+class Forgetful(torch.optim.SGD):
+    """Drops its gradients as soon as they are used."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Forgetful])
+def test_an_unpaged_head_on_a_paged_model_ends_iterations(
+    tmp_path: Path, kind: type[torch.optim.Optimizer]
+) -> None:
     model, head = mlp(2), torch.nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    optimizer = kind(head.parameters(), lr=0.1)  # type: ignore[call-arg]
     pager = tvm_pager.page(model, torch_device="cpu", host=256 * KIB)
     try:
         pager.record()
         for index in range(4):
             head(model(batch(index))).square().mean().backward()
             optimizer.step()
+            assert pager._context.record.num_updating == 0
         assert num_iterations(pager) == 4
     finally:
         pager.close()

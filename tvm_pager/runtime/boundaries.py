@@ -5,8 +5,8 @@
     - The end of `optimizer.step()`: the first operation after it that is neither in another
       optimizer's step nor in backward begins the next iteration. So two optimizers for one model
       make one iteration, and so does an optimizer per parameter that steps inside backward; two
-      that alternate (GAN) make two. One of which no parameter
-      and no gradient is a page is another program's.
+      that alternate (GAN) make two. One of which no parameter and no gradient is a page belongs to
+      another model, and counts for nothing.
     - Where no optimizer steps in between, the second and each later entry of a whole model without
       gradients (evaluation, generation), and the next entry with gradients after these. A single
       one, such as a teacher's, is part of its iteration.
@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,8 @@ class Boundaries:
         self._after_update = after_update
         self._is_explicit = False
         self._num_quiet = 0  # whole models entered without gradients, one after the other
+        # By id, steps of our optimizers that have begun: some drop gradients on the way.
+        self._num_stepping: Counter[int] = Counter()
         # Through weak references: hooks are global, and must not keep a forgotten pager's slab and
         # file.
         before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
@@ -84,24 +87,27 @@ class Boundaries:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._is_ours(optimizer):
+            self._num_stepping[id(optimizer)] += 1
             self._context.record.num_updating += 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         context = self._context
-        if not self._is_ours(optimizer):
+        if not self._num_stepping[id(optimizer)] and not self._is_ours(optimizer):
             return
+        self._num_stepping[id(optimizer)] -= 1
         context.record.num_updating = max(0, context.record.num_updating - 1)
         if context.is_closed:  # it is, in a forked child
             return
         context.classify_optimizer(optimizer)
         self._after_update()
         self._num_quiet = 0
-        if not self._is_explicit:
+        # An optimizer that calls another, or its base class, has ended with the outermost.
+        if not self._is_explicit and not context.record.num_updating:
             with context.core.lock:
                 context.core.iterations.end_when(context.record.is_between)
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it updates a page of this pager, by one, or what is no plain tensor."""
+        """Whether a parameter or gradient is a page of this pager, or no plain tensor at all."""
         context = self._context
         for group in optimizer.param_groups:
             for parameter in group["params"]:
