@@ -30,7 +30,7 @@ import torch
 import tvm_pager
 from tvm_pager.units import format_bytes, parse_bytes
 
-__all__ = ["MODELS", "main"]
+__all__ = ["MODELS", "main", "synchronise"]
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
 
@@ -93,11 +93,11 @@ class Trainer:
 
 def time_block(trainer: Trainer, num_steps: int) -> float:
     """Gives the seconds per step of one block, finished work only."""
-    _synchronise()
+    synchronise()
     started_s = time.perf_counter()
     for _ in range(num_steps):
         trainer.step()
-    _synchronise()
+    synchronise()
     return (time.perf_counter() - started_s) / num_steps
 
 
@@ -150,7 +150,7 @@ def measure_budget(args: argparse.Namespace, budget: str) -> dict[str, Any]:
         trainer = Trainer(args)
         for _ in range(args.warmup):
             trainer.step()
-        _synchronise()
+        synchronise()
         ready_s = time.perf_counter() - started_s
         before = pager.stats().to_dict()
         times = [time_block(trainer, 1) for _ in range(args.budget_steps)]
@@ -196,7 +196,8 @@ def _wait_for_every_copy(backend: Any) -> None:
     backend.submit = submit_and_wait
 
 
-def _synchronise() -> None:
+def synchronise() -> None:
+    """Waits for the device, where there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

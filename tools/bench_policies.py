@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it ru
 import torch
 
 import tvm_pager
-from tools.bench_llama import MODELS, Trainer
-from tools.block_meters import Clock, Others, synchronise
+from tools.bench_llama import MODELS, Trainer, synchronise
+from tools.block_meters import Clock, Others
 from tools.policy_table import Block, Cell, bound_of, format_cells, kind_bytes, simulate_cells
 from tvm_pager.memory import Tier
 from tvm_pager.planning import Limits, Trace, available_policies, load_policy

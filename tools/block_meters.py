@@ -8,18 +8,13 @@ from typing import Any
 
 import torch
 
+from tools.bench_llama import synchronise
 from tvm_pager.events import Event, EventKind
 from tvm_pager.memory import PageKind, PageTable
 
-__all__ = ["Clock", "Others", "synchronise"]
+__all__ = ["Clock", "Others"]
 
 _CERTAIN = {PageKind.PARAM, PageKind.GRAD, PageKind.OPT_STATE, PageKind.ACTIVATION}
-
-
-def synchronise() -> None:
-    """Waits for the device, where there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 class Others:
