@@ -1,10 +1,15 @@
 """Shows how far transfers run beside kernels: one training step under a budget, as a timeline.
 
-    python tools/overlap.py --model 3.5b --budget 20GB --host 44GiB --trace step.json.gz
+    python tools/overlap.py --model 3.5b --budget 20GB --host 44GiB --trace step.json
 
 Prints the seconds in which kernels, copies in and copies out were busy, how much of the copies ran
-beside kernels (the overlap fraction) and beside each other, and where the launching thread spent
-its time. The trace is for chrome://tracing and Perfetto.
+beside kernels (the overlap fraction) and beside each other, what the kernels' streams idled for,
+and where the launching thread spent its time. The trace is for chrome://tracing and Perfetto.
+
+[Note: What a stream idles for]
+    A kernel that starts as soon as it has been launched has kept its stream waiting for the
+    launching thread. One that was launched long before waited for something on the device, here a
+    copy. So the idle time before each kernel is cut in two where its launch ended.
 """
 
 from __future__ import annotations
@@ -12,12 +17,14 @@ from __future__ import annotations
 import argparse
 import cProfile
 import io
+import json
 import pstats
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -27,9 +34,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it ru
 import tvm_pager
 from tools.bench_llama import MODELS, Trainer
 
-__all__ = ["busy_seconds", "main", "merge", "overlap"]
+__all__ = ["Idle", "Kernel", "busy_seconds", "idle_spans", "main", "merge", "overlap"]
 
 Spans = list[tuple[float, float]]
+
+
+class Kernel(NamedTuple):
+    """One kernel; microseconds."""
+
+    start: float
+    end: float
+    launched: float  # when the call that launched it returned
+
+
+class Idle(NamedTuple):
+    """See [Note: What a stream idles for]."""
+
+    for_launches: Spans
+    for_copies: Spans
 
 
 def merge(spans: Iterable[tuple[float, float]]) -> Spans:
@@ -63,20 +85,40 @@ def overlap(one: Spans, other: Spans) -> Spans:
     return common
 
 
-def _spans_by_kind(events: Iterable[Any]) -> dict[str, Spans]:
+def idle_spans(kernels: Iterable[Kernel], started: float) -> Idle:
+    """Cuts the time between kernels, from `started` on, in two; see the note above."""
+    idle = Idle([], [])
+    last = started
+    for kernel in sorted(kernels):
+        if kernel.start > last:
+            cut = min(max(kernel.launched, last), kernel.start)
+            idle.for_launches.append((last, cut))
+            idle.for_copies.append((cut, kernel.start))
+        last = max(last, kernel.end)
+    return Idle(merge(idle.for_launches), merge(idle.for_copies))
+
+
+def _read(trace: Path) -> tuple[dict[str, Spans], list[Kernel]]:
+    """Spans by kind, and the kernels, of a file that torch's profiler has written."""
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    events = [event for event in events if event.get("ph") == "X"]
+    launched = {
+        event["args"]["correlation"]: event["ts"] + event["dur"]
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event["args"]
+    }
     spans: dict[str, Spans] = {"kernels": [], "in": [], "out": []}
+    kernels: list[Kernel] = []
     for event in events:
-        if event.device_type().name != "CUDA":
-            continue
-        name, start = event.name(), event.start_ns() / 1e3
-        span = (start, start + event.duration_ns() / 1e3)
-        if "HtoD" in name:
-            spans["in"].append(span)
-        elif "DtoH" in name:
-            spans["out"].append(span)
-        elif "Memcpy" not in name and "Memset" not in name and "Sync" not in name:
+        span = event["ts"], event["ts"] + event["dur"]
+        if event.get("cat") == "kernel":
             spans["kernels"].append(span)
-    return {kind: merge(found) for kind, found in spans.items()}
+            kernels.append(Kernel(*span, launched.get(event["args"]["correlation"], span[0])))
+        elif event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"]:
+            spans["in"].append(span)
+        elif event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"]:
+            spans["out"].append(span)
+    return {kind: merge(found) for kind, found in spans.items()}, kernels
 
 
 def summarise(spans: dict[str, Spans], wall_s: float) -> list[str]:
@@ -93,6 +135,20 @@ def summarise(spans: dict[str, Spans], wall_s: float) -> list[str]:
         f"{busy_seconds(spans['in']):.3f} s, out {busy_seconds(spans['out']):.3f} s",
         f"overlap: {beside:.3f} s of {copying:.3f} s of copies ran beside kernels "
         f"(fraction {share:.2f}); both directions at once {both:.3f} s",
+    ]
+
+
+def summarise_idle(spans: dict[str, Spans], kernels: Sequence[Kernel]) -> list[str]:
+    """What the kernels' streams idled for, as lines of text; nothing without kernels."""
+    if not kernels:
+        return []
+    started = min(span[0] for found in spans.values() for span in found[:1])
+    idle = idle_spans(kernels, started)
+    during = {kind: busy_seconds(overlap(idle.for_copies, spans[kind])) for kind in ("in", "out")}
+    return [
+        f"kernels idle: {busy_seconds(idle.for_launches):.3f} s for launches, "
+        f"{busy_seconds(idle.for_copies):.3f} s for copies (during those, copies in busy "
+        f"{during['in']:.3f} s, out {during['out']:.3f} s)"
     ]
 
 
@@ -127,10 +183,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             started_s = time.perf_counter()
             step()
             wall_s = time.perf_counter() - started_s
-        if args.trace:
-            profiler.export_chrome_trace(str(args.trace))
-        spans = _spans_by_kind(profiler.profiler.kineto_results.events())
-        print("\n".join(summarise(spans, wall_s)), flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            trace = args.trace or Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(trace))
+            spans, kernels = _read(trace)
+        print("\n".join([*summarise(spans, wall_s), *summarise_idle(spans, kernels)]), flush=True)
         if args.host_lines:
             print("\n".join(_profile_host(step, args.host_lines)), flush=True)
         print(f"stalled {pager.stats().stall_s:.3f} s in all")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.overlap import busy_seconds, main, merge, overlap
+from tools.overlap import Kernel, busy_seconds, idle_spans, main, merge, overlap
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda pair: (pair[0], sum(pair))),
@@ -25,6 +25,19 @@ def test_merged_spans_and_overlaps_cover_what_the_spans_cover(
     assert busy_seconds(first) == len(covered(one)) / 1e6
     common = overlap(first, second)
     assert busy_seconds(common) == len(covered(one) & covered(other)) / 1e6
+
+
+def test_idle_time_is_cut_where_the_launch_ended() -> None:
+    kernels = [
+        Kernel(10, 20, launched=3),  # idle from 0 on: 3 for its launch, 7 for what it waited for
+        Kernel(20, 30, launched=5),  # at once
+        Kernel(32, 40, launched=32),  # late by all of the gap
+        Kernel(35, 38, launched=36),  # on another stream, beside the last
+        Kernel(50, 60, launched=30),  # waited for all of the gap
+    ]
+    idle = idle_spans(reversed(kernels), 0)
+    assert idle.for_launches == [(0, 3), (30, 32), (40, 40)]
+    assert idle.for_copies == [(3, 10), (32, 32), (40, 50)]
 
 
 def test_a_step_is_shown_without_a_gpu_too(capsys) -> None:  # type: ignore[no-untyped-def]

@@ -89,7 +89,12 @@ class CudaCopier:
                 with torch.cuda.device(self.stream.device):
                     code = self._move(address, there, size, down=down)
                 if code:
-                    raise RuntimeError(f"CUDA error {code} copying {size} bytes, {down=}")
+                    way = "to" if down else "from"
+                    raise RuntimeError(
+                        f"CUDA error {code} copying {size} bytes at {address:#x} of device memory "
+                        f"({storage.nbytes()} bytes at {storage.data_ptr():#x}) {way} host memory "
+                        f"at {there:#x}"
+                    )
             address += size
 
     def _move(self, address: int, there: int, nbytes: int, *, down: bool) -> int:
