@@ -107,11 +107,15 @@ def submit(
     error: BaseException | None = None,
 ) -> LaneTicket:
     def steps() -> Iterator[bool]:
-        for index in range(num_steps):
-            stream_of(lane).queue(name)
-            if error is not None and index == num_steps - 1:
+        left = num_steps
+        while left:
+            take = min(left, lane.chunk_bytes // CHUNK_BYTES)
+            left -= take
+            for _ in range(take):
+                stream_of(lane).queue(name)
+            if error is not None and not left:
                 raise error
-            yield index == num_steps - 1
+            yield not left
 
     piece = Piece(0, 0, 0, num_steps * CHUNK_BYTES)
     transfer = Transfer(7, Lane.H2D, (piece,), object())
@@ -190,9 +194,52 @@ def test_who_looks_puts_a_bounded_number_of_small_pages_on_the_stream(lane: Stre
         lane.submit(Transfer(number, Lane.H2D, small, object()), steps(), PREFETCH)
         for number in range(1000)
     ]
-    assert sum(ticket.is_certain for ticket in tickets) == stream_lane._MOST_CHUNKS
+    assert sum(ticket.is_certain for ticket in tickets) == stream_lane._MOST_STEPS
     lane.close()
     assert all(ticket.done() for ticket in tickets)
+
+
+def submit_small(lane: StreamLane, name: str, error: Exception | None = None) -> LaneTicket:
+    def steps() -> Iterator[bool]:
+        stream_of(lane).queue(name)
+        if error is not None:
+            raise error
+        yield True
+
+    piece = Piece(0, 0, 0, CHUNK_BYTES // 4)
+    return lane.submit(Transfer(7, Lane.H2D, (piece,), object()), steps(), PREFETCH)
+
+
+@pytest.mark.usefixtures("still")
+def test_small_transfers_that_go_together_share_the_mark_behind_the_last(lane: StreamLane) -> None:
+    stream = stream_of(lane)
+    tickets = [submit_small(lane, "a") for _ in range(24)]
+    assert sum(ticket.is_certain for ticket in tickets) == 4 * WINDOW
+    stream.end(4 * WINDOW)
+    lane.pump()
+    assert len({id(ticket.event) for ticket in tickets[8:16]}) == WINDOW
+    assert tickets[8].event is tickets[11].event
+    assert tickets[11].event is not tickets[12].event
+    stream.end(3)
+    assert not any(ticket.done() for ticket in tickets[8:])
+    stream.end(1)
+    assert [ticket.done() for ticket in tickets[8:16]] == [True] * 4 + [False] * 4
+
+
+@pytest.mark.usefixtures("still")
+def test_who_shares_a_mark_with_a_step_that_fails_has_it_all_the_same(lane: StreamLane) -> None:
+    for _ in range(8):
+        submit_small(lane, "first")
+    good = submit_small(lane, "good")
+    bad = submit_small(lane, "bad", RuntimeError("CUDA error"))
+    last = submit_small(lane, "last")
+    stream_of(lane).end(8)
+    lane.pump()
+    assert isinstance(bad.error, TransferError)
+    stream_of(lane).end(3)
+    assert good.done()
+    assert last.done()
+    assert good.error is None and last.error is None
 
 
 @pytest.mark.usefixtures("still")

@@ -85,8 +85,12 @@ class CudaCopier:
         address = storage.data_ptr() + page_offset
         for there, size in place.slab.addresses(place.offset, place.nbytes):
             if self._move(address, there, size, down=down):
-                # A thread that has not used this device yet has no context, or another one's.
+                # A thread that has not used this device yet has no context, or another one's: then
+                # the driver refuses, or finds nothing wrong as long as the range lies in one of an
+                # expandable segment's mappings. Choosing the device binds its context only where
+                # that is a change; any call of the runtime does.
                 with torch.cuda.device(self.stream.device):
+                    self.stream.query()
                     code = self._move(address, there, size, down=down)
                 if code:
                     way = "to" if down else "from"

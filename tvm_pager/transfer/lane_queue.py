@@ -81,12 +81,13 @@ class Job:
     steps have left in flight has ended when the iterator has.
     """
 
-    __slots__ = ("has_begun", "priority", "steps", "ticket")
+    __slots__ = ("has_begun", "nbytes", "priority", "steps", "ticket")
 
     def __init__(self, ticket: LaneTicket, steps: Iterator[bool], priority: Priority) -> None:
         self.ticket = ticket
         self.steps = steps
         self.priority = priority
+        self.nbytes = ticket.transfer.nbytes
         self.has_begun = False
 
     def step(self) -> bool:

@@ -22,11 +22,19 @@ if TYPE_CHECKING:
     from tvm_pager.transfer.slab import HostSlab
     from tvm_pager.transfer.staging import Staging
 
-__all__ = ["CHUNK_BYTES", "DeviceStore", "Routes"]
+__all__ = ["CHUNK_BYTES", "DeviceStore", "Pace", "Routes"]
 
 # Two workers with two in flight each, or one of twice the size: as much as two chunks.
 _DISK_CHUNK_BYTES = CHUNK_BYTES // 2
 _DISK = frozenset({Lane.D2N, Lane.H2N, Lane.N2D, Lane.N2H})
+
+
+class Pace(Protocol):
+    """Says how large steps are at the moment."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What a step should copy at most."""
 
 
 class DeviceStore(Protocol):
@@ -53,7 +61,11 @@ class Routes:
         self._slab = slab
 
     def steps(
-        self, transfer: Transfer, storage: torch.UntypedStorage | None, copier: Copier
+        self,
+        transfer: Transfer,
+        storage: torch.UntypedStorage | None,
+        copier: Copier,
+        pace: Pace | None = None,
     ) -> Iterator[bool]:
         """Carries a transfer out, a chunk at a time; each step says whether it was the last.
 
@@ -62,6 +74,7 @@ class Routes:
             storage: the page's device memory; None on H2N and N2H.
             copier: copies between device and slab. On the lanes from and to NVMe it is waited for,
                 on the others the caller waits.
+            pace: how much a step copies between device and slab; None: `CHUNK_BYTES`.
 
         Raises:
             TransferError: from a step: it failed, and nothing is in flight.
@@ -69,7 +82,7 @@ class Routes:
         if transfer.lane is Lane.R2D and storage is not None:
             return _fill(transfer, storage)
         if transfer.lane not in _DISK and storage is not None:
-            return self._between_device_and_slab(transfer, storage, copier)
+            return self._between_device_and_slab(transfer, storage, copier, pace)
         return self._disk_steps(transfer, storage, copier, nvme_runs(transfer))
 
     def strands(
@@ -110,11 +123,15 @@ class Routes:
         return self.direct is not None and transfer.source is None
 
     def _between_device_and_slab(
-        self, transfer: Transfer, storage: torch.UntypedStorage, copier: Copier
+        self,
+        transfer: Transfer,
+        storage: torch.UntypedStorage,
+        copier: Copier,
+        pace: Pace | None,
     ) -> Iterator[bool]:
         down = transfer.lane is Lane.D2H
         left = transfer.nbytes
-        room = CHUNK_BYTES
+        room = CHUNK_BYTES if pace is None else pace.chunk_bytes
         for page_offset, source, target, nbytes in transfer.pieces:
             at, offset = page_offset, target if down else source
             end = at + nbytes
@@ -124,7 +141,7 @@ class Routes:
                 at, offset, left, room = at + take, offset + take, left - take, room - take
                 if not room or not left:
                     yield not left
-                    room = CHUNK_BYTES
+                    room = CHUNK_BYTES if pace is None else pace.chunk_bytes
 
     def _between_slab_and_file(self, transfer: Transfer, runs: list[Run]) -> Iterator[bool]:
         """While one chunk is on its way the next one is submitted: the disk never waits for us."""

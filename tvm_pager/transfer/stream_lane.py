@@ -4,28 +4,36 @@
     What is on a stream cannot be overtaken. So urgent transfers are queued on it at once, and the
     others only while less than a window of bytes is on it: a fault waits for that, whatever is
     queued, and small transfers keep the link busy too. Whoever enters the pager looks whether a
-    chunk has ended (`pump`), and so does a thread that waits for the older half of the window, as
-    long as anything is queued: a clock would look too late, and waking up for each chunk costs more
-    than to put it there. Steps cost microseconds and never block, so they run in the thread that
-    looks.
+    chunk has ended (`pump`), and so does a thread that waits until a quarter of the window is left,
+    as long as anything is queued: a clock would look too late, and waking up more often would take
+    the interpreter from the launching thread. Steps cost microseconds and never block, so they run
+    in the thread that looks.
 
 [Note: The window]
     It begins as two chunks of 16 MiB, 0.7 ms of a fast link: half of that is little time to wake up
     in beside a launching thread that has the interpreter, and the link idles when it is not enough.
     So it doubles with every eight windows of bytes in which no fault came, up to `CALM_BYTES`, and
     is small again when one does: it is programs that follow their plan to which the link's rate
-    matters and that have no faults to wait for it.
+    matters and that have no faults to wait for it. Chunks are a quarter of a large window: each
+    costs tens of microseconds of whoever puts it there, mostly the launching thread.
+
+[Note: Marks]
+    An event marks the end of a chunk. Small transfers that go to the stream together share the one
+    behind the last of them, as far as they are a chunk together: for a page of 8 MiB an event and
+    what is done with it cost as much as all the rest. Under the lock alone there are tickets whose
+    copies are on the stream and that have no event yet.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -35,7 +43,7 @@ from tvm_pager.transfer.routes import CHUNK_BYTES
 from tvm_pager.transfer.thread_lane import cancelled_error, closed_error, failure_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from tvm_pager.transfer.protocol import Transfer
 
@@ -43,9 +51,15 @@ __all__ = ["CALM_BYTES", "WINDOW_BYTES", "StreamLane"]
 
 WINDOW_BYTES, CALM_BYTES = 2 * CHUNK_BYTES, 8 * CHUNK_BYTES
 _CALM_WINDOWS = 8
-_MOST_CHUNKS = 128  # of small pages: to put them there takes 3 ms of whoever looks
+_MOST_STEPS = 128  # of small pages: to put them there takes 3 ms of whoever looks
 _IDLE_S = 5.0  # how long the thread waits for the next queue
 _OPEN_LANES: weakref.WeakSet[StreamLane] = weakref.WeakSet()
+
+
+class _Mark(NamedTuple):
+    event: torch.cuda.Event
+    nbytes: int  # before it, and after the mark before
+    num_steps: int
 
 
 class StreamLane:
@@ -54,6 +68,9 @@ class StreamLane:
     Args:
         device: whose stream.
         name: of the thread that looks, after `tvm_pager-`.
+
+    Attributes:
+        chunk_bytes: what a step should copy at most; changes while steps are queued.
     """
 
     def __init__(self, device: torch.device, name: str) -> None:
@@ -62,11 +79,9 @@ class StreamLane:
         self._name = f"tvm_pager-{name}"
         self._lock = threading.RLock()
         self._queue = LaneQueue()
-        # Chunks on the stream and their bytes, oldest first.
-        self._window: deque[tuple[torch.cuda.Event, int]] = deque()
-        self._window_bytes = 0
-        self._most_bytes = WINDOW_BYTES  # see [Note: The window]
-        self._calm_bytes = 0  # put on the stream since it has changed
+        self._window: deque[_Mark] = deque()  # what is on the stream, oldest first
+        self._window_bytes = self._window_steps = 0
+        self._set_most(WINDOW_BYTES)
         self._is_closing = self._is_stopped = False
         self._thread: threading.Thread | None = None
         self._has_queued = threading.Event()
@@ -82,7 +97,7 @@ class StreamLane:
             job = Job(ticket, steps, priority)
             self._queue.put(job)
             if priority is Priority.FAULT:
-                self._most_bytes, self._calm_bytes = WINDOW_BYTES, 0
+                self._set_most(WINDOW_BYTES)
                 self._launch(job)
             else:
                 self._fill()
@@ -164,28 +179,54 @@ class StreamLane:
 
     # --- inside; the lock is held ----------------------------------------------------------------
 
+    def _set_most(self, nbytes: int) -> None:
+        """Sets the size of the window; see [Note: The window]."""
+        self._most_bytes = nbytes
+        self.chunk_bytes = max(CHUNK_BYTES, nbytes // 4)
+        self._calm_bytes = 0  # put on the stream since it has changed
+
     def _fill(self) -> None:
         self._trim()
         before_bytes = self._window_bytes
-        while self._window_bytes < self._most_bytes and len(self._window) < _MOST_CHUNKS:
-            job = self._queue.first()
-            if job is None:
+        while self._window_bytes < self._most_bytes and self._window_steps < _MOST_STEPS:
+            if not self._put_chunk():
                 break
-            self._step(job)
         self._calm_bytes += max(0, self._window_bytes - before_bytes)
         if self._calm_bytes >= _CALM_WINDOWS * self._most_bytes:
-            self._most_bytes, self._calm_bytes = min(2 * self._most_bytes, CALM_BYTES), 0
+            self._set_most(min(2 * self._most_bytes, CALM_BYTES))
+
+    def _put_chunk(self) -> bool:
+        """Puts a chunk of what is queued on the stream, of one transfer or of several; else False.
+
+        See [Note: Marks].
+        """
+        ended: list[LaneTicket] = []
+        nbytes = num_steps = 0
+        try:
+            while nbytes < self.chunk_bytes and num_steps < _MOST_STEPS:
+                job = self._queue.first()
+                if job is None:
+                    break
+                nbytes += min(job.nbytes, self.chunk_bytes)
+                num_steps += 1
+                if self._step(job):
+                    ended.append(job.ticket)
+        finally:
+            if num_steps:
+                self._mark(ended, nbytes, num_steps, is_chunk=True)
+        return num_steps > 0
 
     def _launch(self, job: Job) -> None:
         """Puts all that is left of a job on the stream."""
-        while not self._step(job, is_marked=False):
-            pass
+        while not self._step(job):
+            if job.ticket.is_over:
+                return
+        self._mark([job.ticket], job.nbytes, 1, is_chunk=False)
 
-    def _step(self, job: Job, *, is_marked: bool = True) -> bool:
-        """Queues one chunk; True if nothing is left. The last one is marked by an event anyway."""
+    def _step(self, job: Job) -> bool:
+        """Queues one step; True if nothing is left, and the ticket can have its mark."""
         try:
             is_last = job.step()
-            event = self._mark(job, is_marked) if is_last or is_marked else None
         except BaseException as error:
             self._queue.remove(job)
             with contextlib.suppress(RuntimeError):  # the device is lost: nothing moves any more
@@ -193,28 +234,45 @@ class StreamLane:
             job.ticket.end(failure_of(job.ticket.transfer, error))
             if not isinstance(error, Exception):
                 raise
-            return True
+            return False
         if is_last:
             self._queue.remove(job)
-            job.ticket.event = event
         return is_last
 
-    def _mark(self, job: Job, is_chunk: bool) -> torch.cuda.Event:
-        """Puts an event behind the last chunk on the stream."""
+    def _mark(
+        self, ended: Sequence[LaneTicket], nbytes: int, num_steps: int, *, is_chunk: bool
+    ) -> None:
+        """Puts an event behind what is on the stream; it is that of these tickets."""
         self._trim()  # also where nothing is ever queued, and `pump` has nothing to do
         # The thread that looks sleeps on what is not urgent, and burns no core.
         event = torch.cuda.Event(blocking=is_chunk)  # type: ignore[no-untyped-call]
-        event.record(self.stream)
-        nbytes = job.ticket.transfer.nbytes
-        nbytes = min(nbytes, CHUNK_BYTES) if is_chunk else nbytes
-        self._window.append((event, nbytes))
+        try:
+            event.record(self.stream)
+        except RuntimeError as error:  # the device is lost
+            for ticket in ended:
+                ticket.end(failure_of(ticket.transfer, error))
+            return
+        for ticket in ended:
+            ticket.event = event
+        self._window.append(_Mark(event, nbytes, num_steps))
         self._window_bytes += nbytes
-        return event
+        self._window_steps += num_steps
 
     def _trim(self) -> None:
         """Forgets the chunks that have ended."""
-        while self._window and self._window[0][0].query():  # type: ignore[no-untyped-call]
-            self._window_bytes -= self._window.popleft()[1]
+        while self._window and self._window[0].event.query():  # type: ignore[no-untyped-call]
+            mark = self._window.popleft()
+            self._window_bytes -= mark.nbytes
+            self._window_steps -= mark.num_steps
+
+    def _next_look(self) -> torch.cuda.Event:
+        """What the thread waits for; see [Note: The pump]."""
+        left_bytes = 0
+        for mark, later in itertools.pairwise(reversed(self._window)):
+            left_bytes += mark.nbytes
+            if 4 * left_bytes >= self._window_bytes:
+                return later.event
+        return self._window[0].event
 
     def _watch(self) -> None:
         self._has_queued.set()
@@ -234,8 +292,7 @@ class StreamLane:
                             return
                 with self._lock:
                     self._fill()
-                    place = (len(self._window) - 1) // 2
-                    event = self._window[place][0] if len(self._queue) else None
+                    event = self._next_look() if len(self._queue) and self._window else None
                     if event is None:
                         self._has_queued.clear()
                 if event is not None:

@@ -287,7 +287,7 @@ class TorchBackend:
         if isinstance(lane, StreamLane):
             filling = [_lane_ticket(ticket).event for ticket in transfer.behind]
             waits += [event for event in filling if isinstance(event, torch.cuda.Event)]
-            steps = self._routes.steps(transfer, storage, copier)
+            steps = self._routes.steps(transfer, storage, copier, lane)
             return lane.submit(transfer, after_events(waits, lane.stream, steps), priority)
         strands = self._routes.strands(transfer, storage, behind)
         if transfer.behind:
