@@ -34,7 +34,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it ru
 import tvm_pager
 from tools.bench_llama import MODELS, Trainer
 
-__all__ = ["Idle", "Kernel", "busy_seconds", "idle_spans", "main", "merge", "overlap"]
+__all__ = [
+    "Idle",
+    "Kernel",
+    "busy_seconds",
+    "idle_spans",
+    "main",
+    "merge",
+    "overlap",
+    "read_step",
+    "read_trace",
+]
 
 Spans = list[tuple[float, float]]
 
@@ -98,8 +108,23 @@ def idle_spans(kernels: Iterable[Kernel], started: float) -> Idle:
     return Idle(merge(idle.for_launches), merge(idle.for_copies))
 
 
-def _read(trace: Path) -> tuple[dict[str, Spans], list[Kernel]]:
-    """Spans by kind, and the kernels, of a file that torch's profiler has written."""
+def read_step(
+    profiler: profile, trace: Path | None = None
+) -> tuple[dict[str, Spans], list[Kernel]]:
+    """Spans of kernels, copies in and out, merged, and every kernel, of a profile that has ended.
+
+    Args:
+        profiler: with the activity CUDA; without, everything is empty.
+        trace: where it is written as a timeline, too.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = trace or Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        return read_trace(path)
+
+
+def read_trace(trace: Path) -> tuple[dict[str, Spans], list[Kernel]]:
+    """As `read_step`, of the file that torch's profiler has written."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     events = [event for event in events if event.get("ph") == "X"]
     launched = {
@@ -183,10 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             started_s = time.perf_counter()
             step()
             wall_s = time.perf_counter() - started_s
-        with tempfile.TemporaryDirectory() as folder:
-            trace = args.trace or Path(folder, "trace.json")
-            profiler.export_chrome_trace(str(trace))
-            spans, kernels = _read(trace)
+        spans, kernels = read_step(profiler, args.trace)
         print("\n".join([*summarise(spans, wall_s), *summarise_idle(spans, kernels)]), flush=True)
         if args.host_lines:
             print("\n".join(_profile_host(step, args.host_lines)), flush=True)

@@ -34,7 +34,7 @@ from tests.gpu.harness import (
 from tests.gpu.programs import Streams, Trained
 from tests.interpreter import start_program
 from tests.parity.programs import Program
-from tools.overlap import _spans_by_kind, busy_seconds, merge, overlap
+from tools.overlap import busy_seconds, merge, overlap, read_step
 from tvm_pager.memory import Tier
 from tvm_pager.transfer.device_copy import CudaCopier, stream_of
 from tvm_pager.transfer.raw_bytes import RawDispatch
@@ -272,7 +272,7 @@ def test_weights_that_are_prefetched_arrive_while_the_layer_before_computes(tmp_
         assert pager.stats().bytes_by_lane["h2d"] - moved > NUM_LAYERS // 2 * WEIGHT_BYTES
         assert count[0] > 0.8 * count[1], f"{count}: too few were prefetched to show anything"
         del layers, layer, got
-    spans = _spans_by_kind(profiler.profiler.kineto_results.events())
+    spans, _ = read_step(profiler)
     copies = merge(spans["in"])
     beside = busy_seconds(overlap(copies, spans["kernels"]))
     assert busy_seconds(copies) > 0

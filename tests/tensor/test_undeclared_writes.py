@@ -31,7 +31,8 @@ NOT_ON_CPU = {
     "torch.ops.aten._efficient_attention_forward",
     "torch.ops.aten._flash_attention_forward",
 }
-NOT_ON_GPU: set[str] = set()
+# No kernel there, or none for float32.
+NOT_ON_GPU = {"histogram", "histogramdd", "sparse.mm", "torch.ops.aten._flash_attention_forward"}
 QUICK = Options(limit=2, is_thorough=False)
 # Running statistics that are read, or copied first, although an argument's name suggests a write.
 READS_STATISTICS = {

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.overlap import Kernel, busy_seconds, idle_spans, main, merge, overlap
+from tools.overlap import Kernel, busy_seconds, idle_spans, main, merge, overlap, read_trace
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda pair: (pair[0], sum(pair))),
@@ -38,6 +41,29 @@ def test_idle_time_is_cut_where_the_launch_ended() -> None:
     idle = idle_spans(reversed(kernels), 0)
     assert idle.for_launches == [(0, 3), (30, 32), (40, 40)]
     assert idle.for_copies == [(3, 10), (32, 32), (40, 50)]
+
+
+def test_a_trace_is_read_by_kind_and_kernels_find_their_launch(tmp_path: Path) -> None:
+    def event(cat: str, name: str, ts: float, dur: float, correlation: int) -> dict[str, object]:
+        args = {"correlation": correlation}
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
+
+    events = [
+        event("cuda_runtime", "cudaLaunchKernel", 1, 2, 7),
+        event("cuda_driver", "cuLaunchKernelEx", 4, 1, 8),
+        event("kernel", "gemm", 10, 5, 7),
+        event("kernel", "add", 15, 5, 8),
+        event("kernel", "launched before the profile", 30, 1, 9),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 10, 3, 10),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 20, 3, 11),
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 40, 3, 12),
+        {"ph": "M", "name": "process_name"},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    spans, kernels = read_trace(path)
+    assert spans == {"kernels": [(10, 20), (30, 31)], "in": [(10, 13)], "out": [(20, 23)]}
+    assert kernels == [Kernel(10, 15, 3), Kernel(15, 20, 5), Kernel(30, 31, 30)]
 
 
 def test_a_step_is_shown_without_a_gpu_too(capsys) -> None:  # type: ignore[no-untyped-def]

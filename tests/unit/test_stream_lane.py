@@ -14,6 +14,7 @@ import torch
 
 from tests.interpreter import run_program
 from tests.leaks import pager_threads
+from tests.unit.hand_stream import HandEvent, HandStream
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer import stream_lane
 from tvm_pager.transfer.protocol import Lane, Piece, Priority, Transfer
@@ -26,54 +27,6 @@ if TYPE_CHECKING:
 FAULT, WRITE_BACK, PREFETCH = Priority
 PATIENCE_S = 20.0
 WINDOW = 2  # chunks that are not urgent on the stream
-
-
-class HandStream:
-    """Carries out what is queued when it is told to."""
-
-    def __init__(self, device: object = None) -> None:
-        self.names: list[str] = []
-        self.num_ended = 0
-        self.num_synchronized = 0
-        self.moved = threading.Condition()
-
-    def queue(self, name: str) -> None:
-        self.names.append(name)
-
-    def end(self, num: int = 1) -> None:
-        with self.moved:
-            self.num_ended = min(self.num_ended + num, len(self.names))
-            self.moved.notify_all()
-
-    def synchronize(self) -> None:
-        if HandEvent.is_lost:
-            raise RuntimeError("CUDA error: unspecified launch failure")
-        self.num_synchronized += 1
-        self.end(len(self.names))
-
-
-class HandEvent:
-    is_lost = False  # the device
-
-    def __init__(self, **_: object) -> None:
-        self._stream: HandStream | None = None
-        self._at = 0
-
-    def record(self, stream: HandStream) -> None:
-        self._stream, self._at = stream, len(stream.names)
-
-    def query(self) -> bool:
-        if HandEvent.is_lost:
-            raise RuntimeError("CUDA error: unspecified launch failure")
-        assert self._stream is not None
-        return self._stream.num_ended >= self._at
-
-    def synchronize(self) -> None:
-        stream = self._stream
-        assert stream is not None
-        with stream.moved:
-            while not self.query():
-                stream.moved.wait(0.01)
 
 
 @pytest.fixture
@@ -239,7 +192,8 @@ def test_who_shares_a_mark_with_a_step_that_fails_has_it_all_the_same(lane: Stre
     stream_of(lane).end(3)
     assert good.done()
     assert last.done()
-    assert good.error is None and last.error is None
+    assert good.error is None
+    assert last.error is None
 
 
 @pytest.mark.usefixtures("still")
