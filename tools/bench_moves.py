@@ -7,13 +7,18 @@ The model has the operations of a 3.5 B Llama on tensors so small that kernels a
 to nothing. Three copies of it train in turns: plain; paged, and all resident; paged, under a share
 of what it needs, following a plan. Processor time is of all threads: the interpreter runs one at a
 time, so what the lanes take is lost to the launching thread too.
+
+Full collections of Python's garbage collector are counted beside, in as many steps: they take time
+in proportion to all objects of the process, and a step that one falls into is longer by that.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -44,6 +49,8 @@ class Costs:
     num_operations: float
     num_moves: float  # evictions and fetches
     num_slow: float  # operations that leave the fast path of dispatch.py
+    collections: float  # full garbage collections, each of them taking
+    collection_ms: float
 
     @property
     def operation_us(self) -> float:
@@ -69,19 +76,23 @@ def measure(args: argparse.Namespace) -> Costs:
             planned.model,
             planned.optimizer,
             torch_device=args.torch_device,
-            device=int(need_bytes * args.share),
             host=max(4 * need_bytes, 16 << 20),
             policy=args.policy,
         )
         try:
             for trainer in (plain, planned):
-                _processor_s(trainer, args.warmup)
+                _processor_s(trainer, 2)
+            # What is no page counts: on a GPU the other models, and workspaces.
+            beside_bytes = tight._backend.device_overhead_bytes()
+            tight.set_budgets(device=int(need_bytes * args.share) + beside_bytes)
+            _processor_s(planned, args.warmup)
             before = tight.stats()
             rounds = [
                 [_processor_s(trainer, args.steps) for trainer in (plain, resident, planned)]
                 for _ in range(args.blocks)
             ]
             after = tight.stats()
+            collections_s = _collections_s(planned, args.steps * args.blocks)
             num_slow = _num_slow(planned, args.steps) / args.steps
         finally:
             tight.close()
@@ -93,7 +104,28 @@ def measure(args: argparse.Namespace) -> Costs:
         (after.num_operations - before.num_operations) / num_steps,
         2 * (after.num_evictions - before.num_evictions) / num_steps,
         num_slow,
+        len(collections_s) / num_steps,
+        statistics.mean(collections_s) * 1e3 if collections_s else 0.0,
     )
+
+
+def _collections_s(trainer: bench_llama.Trainer, num_steps: int) -> list[float]:
+    """How long each full garbage collection in these steps took."""
+    started_s, took_s = 0.0, list[float]()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        nonlocal started_s
+        if info["generation"] == 2 and phase == "start":
+            started_s = time.perf_counter()
+        elif info["generation"] == 2:
+            took_s.append(time.perf_counter() - started_s)
+
+    gc.callbacks.append(note)
+    try:
+        bench_llama.time_block(trainer, num_steps)
+    finally:
+        gc.callbacks.remove(note)
+    return took_s
 
 
 def _num_slow(trainer: bench_llama.Trainer, num_steps: int) -> int:
@@ -129,7 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{args.policy} {costs.planned_ms:.1f}; {costs.num_operations:,.0f} operations, "
         f"{costs.num_slow:,.0f} of them not on the fast path, "
         f"{costs.num_moves:,.0f} moves; +{costs.operation_us:.1f} us an operation, "
-        f"+{costs.move_us:.1f} us a move"
+        f"+{costs.move_us:.1f} us a move; a full garbage collection of "
+        f"{costs.collection_ms:.0f} ms every {1 / (costs.collections or math.nan):.0f} steps"
     )
     if args.json:
         figures = {**asdict(costs), "operation_us": costs.operation_us, "move_us": costs.move_us}

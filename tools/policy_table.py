@@ -177,6 +177,7 @@ def simulate_cells(
         num_measured=_NUM_MEASURED,
         segment_bytes=segment_bytes,
         is_strict=False,
+        is_awaited=False,  # as nobody waits for a step there
     )
     policies = [cell.policy for cell in wanted]
     outcomes = sweep(trace, hardware, policies, [limits], options, num_jobs=num_jobs)

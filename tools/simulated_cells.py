@@ -163,6 +163,7 @@ def _simulate(work: _Work, item: tuple[Case, Constants]) -> Simulated:
         submit_ns=round(constants.submit * host["submit"]),
         compute_factor=constants.compute,
         planned_hardware=hardware,
+        is_awaited=False,  # as in bench_policies.py
     )
     limits = Limits(
         case.device_bytes, case.host_bytes, case.nvme_bytes, disk_engine=case.disk_engine

@@ -46,6 +46,7 @@ def measured(policy: str, budget: str, real: Real) -> SimulationResult:
         submit_ns=None if real.submit == 1 else round(real.submit * 400_000),
         launch_ns=None if real.launch == 1 else round(real.launch * 20_000),
         planned_hardware=profile,
+        is_awaited=False,
     )
     slow = example_profile(**link, latency_s=10e-6 / real.link)
     return simulate(trace_of(budget), slow, Limits(BUDGETS[budget], HOST_BYTES), options)

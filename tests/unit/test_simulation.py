@@ -52,6 +52,21 @@ def test_a_program_of_short_kernels_takes_what_its_launches_take() -> None:
     assert run(trace, P).step_ns == 8 * 100 + 10
 
 
+@pytest.mark.parametrize("num_measured", [1, 3])
+def test_who_does_not_wait_at_the_end_overlaps_one_iteration_with_the_next(
+    num_measured: int,
+) -> None:
+    options = SimulationOptions(submit_ns=0, num_measured=num_measured, is_awaited=False)
+    fits = simulate(ALTERNATING, make_hardware(), Limits(2 * P, ENOUGH), options)
+    assert (fits.step_ns, fits.compute_ns) == (200, 200)
+    short = make_trace({"A": P}, [("A", "", 10)] * 8, launch_ns=100)
+    launched = simulate(short, make_hardware(), Limits(P, ENOUGH), options)
+    assert (launched.step_ns, launched.compute_ns) == (8 * 100, 8 * 10)
+    moving = simulate(ALTERNATING, make_hardware(), Limits(P, ENOUGH), options)
+    assert moving.step_ns == 2 * (P + 100)
+    assert moving.lane_bytes["h2d"] == 2 * P
+
+
 def test_clean_pages_are_fetched_one_after_the_other() -> None:
     """Scenario: one page fits; each operation finds the other one there."""
     result = run(ALTERNATING, P)

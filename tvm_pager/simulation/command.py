@@ -58,6 +58,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--iterations", type=int, default=3, metavar="N", help="measured, after a warm-up"
     )
+    parser.add_argument(
+        "--no-wait",
+        action="store_true",
+        help="the host runs on at the end of an iteration, as a loop does that reads no loss",
+    )
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes")
     parser.add_argument("--csv", metavar="FILE", help="write the figures there too")
     parser.add_argument("--plot", metavar="FILE.png", help="draw them; needs matplotlib")
@@ -121,7 +126,11 @@ def _simulate(
     from tvm_pager.simulation.sweep import sweep  # numpy comes with it
 
     num = arguments.iterations
-    options = {"num_iterations": num + _NUM_WARM_UP, "num_measured": num}
+    options: dict[str, Any] = {
+        "num_iterations": num + _NUM_WARM_UP,
+        "num_measured": num,
+        "is_awaited": not arguments.no_wait,
+    }
     if arguments.timeline is None:
         jobs = arguments.jobs or _num_cores()
         plain = SimulationOptions(**options)

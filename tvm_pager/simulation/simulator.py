@@ -15,6 +15,7 @@ from tvm_pager.planning import load_policy
 from tvm_pager.simulation.feeder import Feeder
 from tvm_pager.simulation.program import Program
 from tvm_pager.simulation.tally import Tally
+from tvm_pager.transfer.protocol import Lane
 from tvm_pager.transfer.virtual_backend import VirtualBackend, VirtualOptions
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class SimulationOptions:
         submit_ns: host time of a copy; None: what the profile says.
         compute_factor: device time of operations over the trace's, of which policies are not told.
         planned_hardware: what policies plan with; None: the rates that copies have here.
+        is_awaited: whether the host waits for the device after each iteration, as a loop does that
+            reads its loss; else one iteration's copies overlap with the next one's.
         sink: takes the pager's events too.
         on_kernel: takes name, begin and end of each operation on the device.
         on_copy: takes each chunk that moved, with its begin and end.
@@ -55,6 +58,7 @@ class SimulationOptions:
     submit_ns: int | None = None
     compute_factor: float = 1.0
     planned_hardware: HardwareProfile | None = None
+    is_awaited: bool = True
     sink: EventSink | None = None
     on_kernel: Callable[[str, int, int], None] | None = None
     on_copy: Callable[[Chunk, int, int], None] | None = None
@@ -125,6 +129,7 @@ class _Simulation:
             raise ValueError(f"{options.num_measured=} of {options.num_iterations=}")
         self._options = options
         self._tally = Tally()
+        self._copied: list[tuple[str, int, int]] = []  # lane, end and bytes of each chunk
         self._backend = VirtualBackend(
             hardware,
             limits.host_bytes,
@@ -135,7 +140,7 @@ class _Simulation:
                 overhead_bytes=trace.overhead_bytes,
             ),
             on_kernel=options.on_kernel,
-            on_copy=options.on_copy,
+            on_copy=self._note_copy,
         )
         policy, planned = options.policy, options.planned_hardware or hardware
         sink = options.sink
@@ -161,27 +166,35 @@ class _Simulation:
     def run(self) -> SimulationResult:
         started_s = time.perf_counter()
         options = self._options
-        ends = [self._backend.synchronize()]
-        before = self._counts()
+        backend = self._backend
+        backend.synchronize()
+        marks, before = [backend.stream.mark()], self._counts()
         for iteration in range(options.num_iterations):
             if iteration == options.num_iterations - options.num_measured:
                 before = self._counts()
             self._feeder.run_iteration()
-            ends.append(self._backend.synchronize())
+            marks.append(backend.stream.mark())
+            if options.is_awaited:
+                backend.synchronize()
         num = options.num_measured
-        counts = {name: (after - before[name]) / num for name, after in self._counts().items()}
+        after = self._counts()
+        counts = {name: (after[name] - number) / num for name, number in before.items()}
+        ends = [backend.reach(mark) for mark in marks]
+        first, last = marks[-1 - num], marks[-1]
+        lane_bytes = {lane.value: 0 for lane in Lane}
+        for lane, end_ns, nbytes in self._copied:
+            lane_bytes[lane] += nbytes * (ends[-1 - num] < end_ns <= ends[-1])
         table = self._pager.table
         peaks = {
             Tier.DEVICE: max(table.device_peak_bytes, self._feeder.workspace_peak_bytes),
             Tier.HOST: table.frames[Tier.HOST].peak_bytes,
             Tier.NVME: table.frames[Tier.NVME].peak_bytes,
         }
-        lanes = {lane.value: round(counts[lane.value]) for lane in self._backend.moved_bytes}
         result = SimulationResult(
             step_ns=(ends[-1] - ends[-1 - num]) // num,
-            compute_ns=round(counts["busy"]),
-            stall_ns=round(counts["stall"]),
-            lane_bytes=lanes,
+            compute_ns=round((last.busy_ns - first.busy_ns) / num),
+            stall_ns=round((last.stall_ns - first.stall_ns) / num),
+            lane_bytes={lane: round(nbytes / num) for lane, nbytes in lane_bytes.items()},
             num_faults=counts["faults"],
             num_evictions=counts["evictions"],
             num_clean_evictions=counts["clean"],
@@ -195,12 +208,15 @@ class _Simulation:
         return result
 
     def _counts(self) -> dict[str, int]:
-        stream, tally = self._backend.stream, self._tally
+        """What the host has counted: in its order, so that it is the same in every iteration."""
+        tally = self._tally
         return {
-            "busy": stream.busy_ns,
-            "stall": stream.stall_ns,
             "faults": self._feeder.num_faults,
             "evictions": tally.num_evictions,
             "clean": tally.num_clean_evictions,
-            **{lane.value: nbytes for lane, nbytes in self._backend.moved_bytes.items()},
         }
+
+    def _note_copy(self, chunk: Chunk, begin_ns: int, end_ns: int) -> None:
+        self._copied.append((chunk.ticket.transfer.lane.value, end_ns, chunk.nbytes))
+        if self._options.on_copy is not None:
+            self._options.on_copy(chunk, begin_ns, end_ns)

@@ -97,7 +97,6 @@ class VirtualBackend:
         host_ns: the clock of the launching thread.
         stream: the compute stream.
         lanes: those that exist, by direction; what shares a thread shares a lane.
-        moved_bytes: by lane.
 
     Raises:
         ConfigError: the profile has no such disk.
@@ -121,7 +120,6 @@ class VirtualBackend:
         self.nvme_capacity_bytes = nvme_capacity
         self.host_ns = 0
         self.stream = ComputeStream(on_kernel)
-        self.moved_bytes = dict.fromkeys(Lane, 0)
         self._options = options
         self._on_copy = on_copy
         self._hardware = hardware
@@ -299,7 +297,6 @@ class VirtualBackend:
             return False
         ended = first.move_on(first_ns)
         if ended is not None:
-            self.moved_bytes[ended.ticket.transfer.lane] += ended.nbytes
             if ended.is_last:
                 self.stream.resolve()
             if self._on_copy is not None:

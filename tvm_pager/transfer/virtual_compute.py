@@ -26,15 +26,21 @@ class Awaited(Protocol):
 
 
 class Mark:
-    """A place in the stream: everything that was queued before it. `ns` is None until it is known.
+    """A place in the stream: everything that was queued before it.
 
-    What is known may lie ahead of the host's clock.
+    What is known of it may lie ahead of the host's clock.
+
+    Attributes:
+        ns: when it is reached; None until that is known.
+        busy_ns: the stream's, up to there; as soon as that is known.
+        stall_ns: the same.
     """
 
-    __slots__ = ("ns",)
+    __slots__ = ("busy_ns", "ns", "stall_ns")
 
     def __init__(self, ns: int | None = None) -> None:
         self.ns = ns
+        self.busy_ns = self.stall_ns = 0
 
 
 class Run:
@@ -126,7 +132,8 @@ class ComputeStream:
                 self.stall_ns += max(0, max(begin_ns, run.ready_ns) - could_begin_ns)
                 self.busy_ns += run.offset_ns
                 self._idle_from_ns = self._end_ns
-            run.mark.ns = self._end_ns
+            mark = run.mark
+            mark.ns, mark.busy_ns, mark.stall_ns = self._end_ns, self.busy_ns, self.stall_ns
             if self._on_kernel is not None:
                 self._show(run, begin_ns, self._on_kernel)
 
