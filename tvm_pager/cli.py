@@ -91,7 +91,10 @@ def _add_budgets(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nvme", metavar="DIR", help="directory of the swap file")
     parser.add_argument(
-        "--policy", default="lru", metavar="NAME", help="or path/to/mine.py:Class (default: lru)"
+        "--policy",
+        default="lookahead",
+        metavar="NAME",
+        help="or path/to/mine.py:Class (default: lookahead)",
     )
     parser.add_argument(
         "--torch-device", metavar="NAME", help='"cuda", "cuda:1" or "cpu" (default: cuda if any)'

@@ -105,7 +105,7 @@ class PagerConfig:
     host: int | float | str | None = None
     nvme: str | os.PathLike[str] | None = None
     nvme_bytes: int | float | str | None = None
-    policy: str = "lru"
+    policy: str = "lookahead"
     torch_device: str | None = None
     engine: str = "auto"
     segment_bytes: int | str = "32MiB"

@@ -55,8 +55,8 @@ class Pager(Inspection):
         nvme_bytes: size of the swap file. None: four times device and host, or half of the space.
         headroom: device memory to leave free where `device` is a fraction or None. None: 512 MiB or
             2 % of the card, whichever is more.
-        policy: name of a policy: "lru" and "clock" move what is needed when it is needed;
-            "lookahead" records an iteration, plans its movement and follows the plan; others:
+        policy: name of a policy: "lookahead" records an iteration, plans its movement and follows
+            the plan; "lru" and "clock" move what is needed when it is needed; others:
             `tvm_pager.planning.available_policies()`. Or a class: "path/to/mine.py:Mine".
         torch_device: "cuda", "cuda:1", "cpu". None: CUDA if there is a device, else CPU tensors
             stand in for it.
@@ -82,7 +82,7 @@ class Pager(Inspection):
         *,
         nvme_bytes: int | float | str | None = None,
         headroom: int | float | str | None = None,
-        policy: str = "lru",
+        policy: str = "lookahead",
         torch_device: str | torch.device | None = None,
         engine: str = "auto",
         segment_bytes: int | str = "32MiB",

@@ -183,7 +183,7 @@ def test_an_unpaged_head_on_a_paged_model_ends_iterations(
 ) -> None:
     model, head = mlp(2), torch.nn.Linear(64, 64)
     optimizer = kind(head.parameters(), lr=0.1)  # type: ignore[call-arg]
-    pager = tvm_pager.page(model, torch_device="cpu", host=256 * KIB)
+    pager = tvm_pager.page(model, torch_device="cpu", host=256 * KIB, policy="lru")
     try:
         pager.record()
         for index in range(4):

@@ -156,7 +156,13 @@ def test_a_wrong_environment_is_refused(name: str, text: str, message: str) -> N
 
 def test_arguments_beat_the_config_beat_the_environment_beat_defaults() -> None:
     environ = {"TVM_PAGER_DEVICE": "1GiB", "TVM_PAGER_HOST": "1GiB", "TVM_PAGER_CHECK": "1"}
-    options = {"device": "3GiB", "host": None, "policy": "lru", "check": None, "strict": False}
+    options = {
+        "device": "3GiB",
+        "host": None,
+        "policy": "lookahead",
+        "check": None,
+        "strict": False,
+    }
     config = PagerConfig.from_options(
         options, config={"device": "2GiB", "host": "2GiB", "strict": True}, environ=environ
     )
