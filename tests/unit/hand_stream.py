@@ -39,6 +39,8 @@ class HandEvent:
         self._at = 0
 
     def record(self, stream: HandStream) -> None:
+        if HandEvent.is_lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
         self._stream, self._at = stream, len(stream.names)
 
     def query(self) -> bool:

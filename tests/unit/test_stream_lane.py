@@ -152,7 +152,7 @@ def test_who_looks_puts_a_bounded_number_of_small_pages_on_the_stream(lane: Stre
     assert all(ticket.done() for ticket in tickets)
 
 
-def submit_small(lane: StreamLane, name: str, error: Exception | None = None) -> LaneTicket:
+def submit_small(lane: StreamLane, name: str, error: BaseException | None = None) -> LaneTicket:
     def steps() -> Iterator[bool]:
         stream_of(lane).queue(name)
         if error is not None:
@@ -180,13 +180,18 @@ def test_small_transfers_that_go_together_share_the_mark_behind_the_last(lane: S
 
 
 @pytest.mark.usefixtures("still")
-def test_who_shares_a_mark_with_a_step_that_fails_has_it_all_the_same(lane: StreamLane) -> None:
+@pytest.mark.parametrize("problem", [RuntimeError("CUDA error"), KeyboardInterrupt()])
+def test_who_shares_a_mark_with_a_step_that_fails_has_it_all_the_same(
+    lane: StreamLane, problem: BaseException
+) -> None:
     for _ in range(8):
         submit_small(lane, "first")
     good = submit_small(lane, "good")
-    bad = submit_small(lane, "bad", RuntimeError("CUDA error"))
+    bad = submit_small(lane, "bad", problem)
     last = submit_small(lane, "last")
     stream_of(lane).end(8)
+    with contextlib.suppress(KeyboardInterrupt):
+        lane.pump()
     lane.pump()
     assert isinstance(bad.error, TransferError)
     stream_of(lane).end(3)
@@ -279,6 +284,20 @@ def test_a_device_that_is_lost_fails_new_tickets_too(lane: StreamLane) -> None:
     for priority in (FAULT, PREFETCH):
         ticket = submit(lane, "a", 1, priority, RuntimeError("CUDA error: device lost"))
         with pytest.raises(TransferError, match="device lost"):
+            ticket.wait()
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.parametrize("priority", [FAULT, PREFETCH])
+def test_a_device_lost_with_copies_on_its_stream_fails_tickets_that_come_later(
+    lane: StreamLane, priority: Priority
+) -> None:
+    """Scenario: copies can still be queued, but nothing says any more that they have ended."""
+    before = submit(lane, "before", WINDOW, PREFETCH)
+    HandEvent.is_lost = True
+    later = submit(lane, "later", 1, priority)
+    for ticket in (before, later):
+        with pytest.raises(TransferError, match="launch failure"):
             ticket.wait()
 
 

@@ -260,10 +260,14 @@ class StreamLane:
 
     def _trim(self) -> None:
         """Forgets the chunks that have ended."""
-        while self._window and self._window[0].event.query():  # type: ignore[no-untyped-call]
-            mark = self._window.popleft()
-            self._window_bytes -= mark.nbytes
-            self._window_steps -= mark.num_steps
+        try:
+            while self._window and self._window[0].event.query():  # type: ignore[no-untyped-call]
+                mark = self._window.popleft()
+                self._window_bytes -= mark.nbytes
+                self._window_steps -= mark.num_steps
+        except RuntimeError:  # the device is lost: each ticket learns that from its own event
+            self._window.clear()
+            self._window_bytes = self._window_steps = 0
 
     def _next_look(self) -> torch.cuda.Event:
         """What the thread waits for; see [Note: The pump]."""
