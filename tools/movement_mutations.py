@@ -16,6 +16,7 @@ _STAGING = "tests/unit/test_staging.py::test_"
 _DISK = "tests/unit/test_routes_disk.py::test_"
 _LOG = "tests/unit/test_failure_log.py::test_"
 _NUMA = "tests/unit/test_numa.py::test_"
+_LANE = "tests/unit/test_stream_lane.py::test_"
 _EXIT = (
     "tests/unit/test_stream_lane_exit.py::"
     "test_no_thread_waits_for_the_device_when_the_interpreter_goes"
@@ -210,6 +211,35 @@ MOVEMENT_MUTATIONS = (
         " and not self._is_stopped:",
         ":",
         _EXIT,
+    ),
+    # --- copies on a stream ---
+    Mutation(
+        "who shares a mark with a step that is interrupted has it all the same",
+        "tvm_pager/transfer/stream_lane.py",
+        "        finally:\n            if num_steps:\n",
+        "        except OSError:\n            raise\n        else:\n            if num_steps:\n",
+        _LANE + "who_shares_a_mark_with_a_step_that_fails_has_it_all_the_same",
+    ),
+    Mutation(
+        "the mark of a chunk is that of all transfers that end in it",
+        "tvm_pager/transfer/stream_lane.py",
+        "        for ticket in ended:\n            ticket.event = event\n",
+        "        for ticket in ended[-1:]:\n            ticket.event = event\n",
+        _LANE + "small_transfers_that_go_together_share_the_mark_behind_the_last",
+    ),
+    Mutation(
+        "a lost device fails transfers that come later, whatever is on its stream",
+        "tvm_pager/transfer/stream_lane.py",
+        "        except RuntimeError:  # the device is lost: each",
+        "        except KeyError:  # the device is lost: each",
+        _LANE + "a_device_lost_with_copies_on_its_stream_fails_tickets_that_come_later",
+    ),
+    Mutation(
+        "the window is small again after a fault",
+        "tvm_pager/transfer/stream_lane.py",
+        "                self._set_most(WINDOW_BYTES)\n                self._launch(job)\n",
+        "                self._launch(job)\n",
+        _LANE + "the_window_grows_while_no_fault_comes_and_is_small_again_after_one",
     ),
     # --- orders ---
     Mutation(
