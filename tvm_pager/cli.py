@@ -94,7 +94,7 @@ def _add_budgets(parser: argparse.ArgumentParser) -> None:
         "--policy",
         default="lookahead",
         metavar="NAME",
-        help="or path/to/mine.py:Class (default: lookahead)",
+        help="or path/to/mine.py:Class (default: %(default)s)",
     )
     parser.add_argument(
         "--torch-device", metavar="NAME", help='"cuda", "cuda:1" or "cpu" (default: cuda if any)'
@@ -197,7 +197,8 @@ def _add_demo(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=defaults.seed, metavar="N")
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # for tests
-    parser.set_defaults(command=_demo)
+    # Its few steps are over before a plan can be followed.
+    parser.set_defaults(command=_demo, policy="lru")
 
 
 def _demo(arguments: argparse.Namespace) -> int:

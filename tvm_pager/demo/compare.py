@@ -47,7 +47,7 @@ class DemoOptions:
     num_tokens: int = 16
     torch_device: str | None = None
     seed: int = 0
-    policy: str = "lru"  # the demo's few steps are over before a plan can be followed
+    policy: str = "lru"
     json_file: str | None = None
     is_tiny: bool = False
 
