@@ -41,6 +41,7 @@ __all__ = [
     "operator_cases",
     "opinfo_samples",
     "optimizer_cases",
+    "other_cases",
     "sample_label",
 ]
 
@@ -69,6 +70,11 @@ class Options:
 def all_cases(options: Options) -> Iterator[Case]:
     """Every case of this process; collectives need several."""
     yield from operator_cases(options)
+    yield from other_cases(options)
+
+
+def other_cases(options: Options) -> Iterator[Case]:
+    """All but the OpInfos."""
     yield from module_cases(options)
     yield from optimizer_cases(options)
     yield from further_cases(options)

@@ -179,10 +179,10 @@ class Forgetful(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Forgetful])
 def test_an_unpaged_head_on_a_paged_model_ends_iterations(
-    tmp_path: Path, kind: type[torch.optim.Optimizer]
+    tmp_path: Path, kind: type[torch.optim.SGD]
 ) -> None:
     model, head = mlp(2), torch.nn.Linear(64, 64)
-    optimizer = kind(head.parameters(), lr=0.1)  # type: ignore[call-arg]
+    optimizer = kind(head.parameters(), lr=0.1)
     pager = tvm_pager.page(model, torch_device="cpu", host=256 * KIB, policy="lru")
     try:
         pager.record()

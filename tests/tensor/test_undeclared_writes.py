@@ -56,12 +56,6 @@ def undeclared(report: Report) -> set[tuple[str, str]]:
 # --- the sweep ---
 
 
-def module_cases(options: Options) -> Iterator[Case]:
-    yield from operator_cases.module_cases(options)
-    yield from operator_cases.optimizer_cases(options)
-    yield from operator_cases.further_cases(options)
-
-
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_no_operator_writes_without_a_declaration(chunk: int) -> None:
     names = set(OPINFO_NAMES[chunk::NUM_CHUNKS])
@@ -71,7 +65,7 @@ def test_no_operator_writes_without_a_declaration(chunk: int) -> None:
 
 
 def test_no_module_or_optimizer_writes_without_a_declaration() -> None:
-    report = sweep(module_cases(QUICK))
+    report = sweep(operator_cases.other_cases(QUICK))
     assert undeclared(report) == set()
     assert not report.failures
 
@@ -114,7 +108,7 @@ def test_no_operator_writes_without_a_declaration_on_a_gpu(chunk: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 def test_no_module_or_optimizer_writes_without_a_declaration_on_a_gpu() -> None:
-    report = sweep(module_cases(Options(limit=1, device="cuda")))
+    report = sweep(operator_cases.other_cases(Options(limit=1, device="cuda")))
     assert undeclared(report) == set()
     expected = {"aten::_cudnn_rnn_backward.default", "aten::cudnn_batch_norm.default"}
     assert expected <= {name for name, _ in report.findings}

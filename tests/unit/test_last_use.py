@@ -11,6 +11,7 @@ import tvm_pager
 from tests.model.programs import FRAME, Op, Rig
 from tvm_pager.memory import FrameAllocator, Page, PageState, PageTable
 from tvm_pager.planning import Eviction, Policy, Tier, View, load_policy
+from tvm_pager.policies.lru import LRU
 from tvm_pager.runtime.storage import page_of
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def test_a_page_is_born_with_all_of_its_fields() -> None:
 def test_a_policy_of_the_slab_knows_too_how_many_operations_have_run() -> None:
     seen: list[tuple[int, int]] = []
 
-    class Looking(load_policy("lru")):  # type: ignore[misc]
+    class Looking(LRU):
         def choose_victims(self, tier: Tier, need_bytes: int, view: Any) -> Any:
             if tier is Tier.HOST:
                 seen.append((view.operation_index, rig.pager.operation_index))
