@@ -84,7 +84,8 @@ class Chance:
     ) -> None:
         self._pager, self._training, self._ranges = pager, training, ranges
         self._draw = random.Random(f"{seed}/chance")
-        self.count = {"device": 0, "host": 0, "refused": 0, "prefetched": 0, "evict_all": 0}
+        names = ("device", "host", "refused", "asked", "prefetched", "evict_all")
+        self.count = dict.fromkeys(names, 0)
 
     def __call__(self) -> None:
         draw = self._draw
@@ -94,6 +95,7 @@ class Chance:
         if draw.random() < 0.3:
             tensors = self._training.tensors()
             some = draw.sample(tensors, min(6, len(tensors)))
+            self.count["asked"] += len(some)
             self.count["prefetched"] += self._pager.prefetch(*some)
         if draw.random() < 0.02:
             self._pager.evict_all()
