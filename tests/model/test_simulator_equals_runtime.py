@@ -26,6 +26,7 @@ from tvm_pager.planning import (
     HardwareProfile,
     Limits,
     MovementPlan,
+    PageKind,
     Policy,
     Tier,
     Trace,
@@ -240,8 +241,36 @@ class Noting(LRU):
         for page_id in self._order:
             lineage, seconds = view.lineage(page_id), view.seconds_since_use(page_id)
             place = view.next_use(page_id), view.module(page_id), view.layer(page_id)
-            self.answers.append((page_id, lineage, seconds, *place))
+            self.answers.append((page_id, lineage, seconds, *place, view.page(page_id).kind))
         return super().choose_victims(tier, need_bytes, view)
+
+
+class Passing(Policy):
+    """Sends away activations and temporaries, the last used first; LRU has the rest."""
+
+    name = "passing"
+    kinds = frozenset({PageKind.ACTIVATION, PageKind.TEMPORARY})
+
+    def __init__(self) -> None:
+        self._order: dict[int, None] = {}
+
+    def on_insert(self, page_id: int) -> None:
+        self._order[page_id] = None
+
+    def on_access(self, page_id: int) -> None:
+        del self._order[page_id]
+        self._order[page_id] = None
+
+    def on_remove(self, page_id: int) -> None:
+        del self._order[page_id]
+
+    def choose_victims(self, tier: Tier, need_bytes: int, view: View) -> list[Eviction] | None:
+        victims, freed = [], 0
+        for page_id in reversed(self._order):
+            if freed < need_bytes and view.evictable(page_id):
+                victims.append(Eviction(page_id))
+                freed += view.frame_bytes(page_id)
+        return victims if freed >= need_bytes else None
 
 
 def _followed(pager: DemandPager, log: Log, step: Callable[[], None]) -> tuple[Log, Callable]:
@@ -317,11 +346,19 @@ def test_a_plan_is_followed_as_by_the_runtime() -> None:
     expected = _moved(log, label)
     known, log, label = _followed_by_the_simulator(Swing, 400_000, trace)
     assert [op[:4] for op in known.ops] == [op[:4] for op in trace.ops]
-    assert [page._replace(kind=None) for page in known.pages] == [
-        page._replace(kind=None) for page in trace.pages
-    ]
+    assert known.pages == trace.pages
     assert _moved(log, label) == expected
     assert all(expected)
+
+
+def test_a_policy_for_some_kinds_decides_about_the_same_pages_as_in_the_runtime() -> None:
+    """Pages are born without a kind; the trace that is followed says what they are."""
+    trace, log, label = _followed_by_the_runtime(Passing, 260_000)
+    expected = _moved(log, label)
+    _, log, label = _followed_by_the_simulator(Passing, 260_000, trace)
+    assert _moved(log, label) == expected
+    _, log, label = _followed_by_the_runtime(Noting, 260_000)
+    assert _moved(log, label) != expected, "LRU has decided about all of them"
 
 
 def _told(label: Callable[[int], object]) -> list[tuple[object, ...]]:
@@ -340,8 +377,9 @@ def test_a_view_tells_the_same_as_in_the_runtime() -> None:
     trace, _, label = _followed_by_the_runtime(Noting, 260_000)
     expected = _told(label)
     assert _told(_followed_by_the_simulator(Noting, 260_000, trace)[2]) == expected
-    _, lineages, seconds, next_uses, modules, layers = zip(*expected, strict=True)
+    _, lineages, seconds, next_uses, modules, layers, kinds = zip(*expected, strict=True)
     found = [lineage.is_recomputable for lineage in lineages if lineage is not None]
     assert set(found) == {True, False}
     for answers in (seconds, next_uses, modules, layers):
         assert len(set(answers)) > 1
+    assert {PageKind.PARAM, PageKind.OPT_STATE, PageKind.GRAD, PageKind.ACTIVATION} <= set(kinds)

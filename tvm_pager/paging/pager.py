@@ -120,14 +120,11 @@ class DemandPager:
         )
         self.view = PagerView(self.table)
         fallback = load_policy("lru")
-        table = self.table
-
-        def kind_of(page_id: int) -> PageKind:
-            return table.pages[page_id].kind
-
         given = {tier: make_policy() for tier in (Tier.DEVICE, Tier.HOST)}
         self.policies = {
-            tier: TierPolicy(tier, policy, fallback, self.notice, strict=strict, kind_of=kind_of)
+            tier: TierPolicy(
+                tier, policy, fallback, self.notice, strict=strict, kind_of=self.view.kind_of
+            )
             for tier, policy in given.items()
         }
         self.device_policy = self.policies[Tier.DEVICE]
@@ -175,7 +172,10 @@ class DemandPager:
             clock,
         )
         self.view.attach(
-            self.iterations.followed, self.flight.backlog_bytes, lambda: self.operation_index
+            self.iterations.followed,
+            lambda: self.iterations.follower,
+            self.flight.backlog_bytes,
+            lambda: self.operation_index,
         )
         self.commit_limit_bytes = 0
         self.table.on_larger_page = self.update_commit_limit

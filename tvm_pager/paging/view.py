@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tvm_pager.memory import Backing, Page, PageState, Tier
+from tvm_pager.memory import Backing, Page, PageKind, PageState, Tier
 from tvm_pager.memory.tier_books import COMMIT_ALIGNMENT
 from tvm_pager.planning import PageView
 from tvm_pager.transfer.protocol import Lane
@@ -27,23 +27,26 @@ class PagerView:
         self._table = table
         self._tier = Tier.DEVICE
         self._follow: Callable[[], Follower | None] = lambda: None
+        self._following: Callable[[], Follower | None] = lambda: None
         self._backlog: Callable[[Lane], int] = lambda _: 0
         self._now: Callable[[], int] = lambda: 0
 
     def attach(
         self,
         follow: Callable[[], Follower | None],
+        following: Callable[[], Follower | None],
         backlog: Callable[[Lane], int],
         now: Callable[[], int],
     ) -> None:
         """Takes what tells of traces, lanes and time; each is called for each question.
 
         Args:
-            follow: gives who knows where in a trace the program is.
+            follow: gives who knows where in a trace the program is; traces are wanted from then on.
+            following: gives the same, and wants nothing.
             backlog: gives the bytes that are queued or under way on a lane.
             now: gives how many operations have begun to run.
         """
-        self._follow, self._backlog, self._now = follow, backlog, now
+        self._follow, self._following, self._backlog, self._now = follow, following, backlog, now
 
     @property
     def operation_index(self) -> int:
@@ -56,13 +59,18 @@ class PagerView:
         page = self._table.pages[page_id]
         return PageView(
             page.id,
-            page.kind,
+            _kind_in(self._following(), page),
             page.nbytes,
             self._table.tier_of(page),
             page.is_clean,
             page.pins,
             page.last_use,
         )
+
+    def kind_of(self, page_id: int) -> PageKind:
+        """What the page holds, by a trace where nothing else tells; one is wanted from then on."""
+        page = self._table.pages[page_id]
+        return page.kind if page.kind is not PageKind.OTHER else _kind_in(self._follow(), page)
 
     def evictable(self, page_id: int) -> bool:
         page = self._table.pages.get(page_id)
@@ -136,3 +144,14 @@ def host_frame_bytes(page: Page) -> int:
         if segment.host is not None
         for extent in segment.host
     )
+
+
+def _kind_in(follower: Follower | None, page: Page) -> PageKind:
+    """What the page holds. The trace knows of every birth what became of it; the program does not.
+
+    What the program tells later (an optimizer, of gradients) is certain, and comes first.
+    """
+    if follower is None or page.kind is not PageKind.OTHER:
+        return page.kind
+    number = follower.number_of(page.id)
+    return page.kind if number is None else follower.known.trace.pages[number].kind

@@ -42,7 +42,7 @@ class PageView(NamedTuple):
     """What a policy may know of a page."""
 
     page_id: int
-    kind: PageKind
+    kind: PageKind  # activations and temporaries are told by a trace that is followed, else OTHER
     nbytes: int
     residency: Tier  # the highest tier that holds all its current bytes
     is_clean: bool  # a tier below the device holds the current bytes too: eviction moves nothing
@@ -75,7 +75,8 @@ class View(Protocol):
 
     [Note: What only a trace tells]
         Iterations are recorded and followed for a policy that plans, and for one that has asked
-        `next_use`, `lineage`, `seconds_since_use`, `module` or `layer` once. Until they are, and
+        `next_use`, `lineage`, `seconds_since_use`, `module` or `layer` once, or decides about some
+        kinds of pages only. Until they are, and
         for pages that the trace does not know, nobody knows: None or "". Each answer is computed
         when it is asked for, in O(1) or O(operands); the first one of a trace takes a pass over it.
     """

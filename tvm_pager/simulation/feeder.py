@@ -178,20 +178,23 @@ class Feeder:
             self._create(birth)
 
     def _bury(self, numbers: tuple[int, ...] | list[int]) -> None:
-        pages, dead = self.pages, self._pager.dead
+        pages, dead, facts = self.pages, self._pager.dead, self._program.trace.pages
         for number in numbers:
             page = pages[number]
             if page is not None:
+                page.kind = facts[number].kind  # what is recorded here is what was recorded
                 dead.append(page.memory())
                 pages[number] = None
 
     def _turn(self) -> None:
         """The boundary: pages get the numbers of the next iteration."""
         self._bury(self._program.gone)
-        before = self.pages
+        before, facts = self.pages, self._program.trace.pages
         self.pages = [None] * self._program.num_pages
         for number, following in self._program.becomes:
-            self.pages[following] = before[number]
+            page = self.pages[following] = before[number]
+            if page is not None:
+                page.kind = facts[number].kind  # an optimizer has told of it, or is about to
         self._pager.drain()  # as the operation does that begins the next iteration
         self._pager.iteration += 1
         self._pager.holds.pass_boundary()

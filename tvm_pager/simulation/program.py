@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from tvm_pager.memory import PageKind
+
 if TYPE_CHECKING:
-    from tvm_pager.memory import PageKind
     from tvm_pager.planning import Trace, TraceOp
 
 __all__ = ["Birth", "Program", "Step"]
 
 
 class Birth(NamedTuple):
-    """A page that an operation creates, or that is there when the iteration begins."""
+    """A page that an operation creates, or that is there when the iteration begins.
+
+    Attributes:
+        number: in the trace.
+        nbytes: its size.
+        kind: what is known of it then: of what an operation creates, nothing.
+    """
 
     number: int
     nbytes: int
@@ -72,7 +79,10 @@ class Program:
         for number, page in enumerate(pages):
             if page.died is not None:
                 deaths[page.died].append(number)
-        births = [Birth(number, page.nbytes, page.kind) for number, page in enumerate(pages)]
+        births = [
+            Birth(number, page.nbytes, page.kind if page.born is None else PageKind.OTHER)
+            for number, page in enumerate(pages)
+        ]
         self.first = [births[number] for number, page in enumerate(pages) if page.born is None]
         self.becomes = [
             (number, page.becomes) for number, page in enumerate(pages) if page.becomes is not None
