@@ -115,6 +115,14 @@ PLAN_MUTATIONS = (
     ),
     # --- traces are recognised, followed and left ---
     Mutation(
+        "a followed trace says what a new page holds",
+        "tvm_pager/paging/view.py",
+        "    return page.kind if number is None else follower.known.trace.pages[number].kind\n",
+        "    return page.kind\n",
+        "tests/model/test_simulator_equals_runtime.py::"
+        + "test_a_policy_for_some_kinds_decides_about_the_same_pages_as_in_the_runtime",
+    ),
+    Mutation(
         "the next operation of a trace names the pages of the trace",
         "tvm_pager/paging/follower.py",
         "                    if number_of(page.id) != expected[place]:\n",
