@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -34,6 +35,10 @@ PROFILE = _register_profiles()
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # bitwise comparisons, and no fight for the cores
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A script that starts the tests in the background has them ignore it, and all that they
+        # start; the tests of interrupts would wait for nothing.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -231,10 +231,14 @@ def test_a_budget_too_small_for_one_operation_is_one_line() -> None:
 def test_an_interrupt_ends_the_worker_too_without_a_traceback() -> None:
     command = [sys.executable, "-m", "tvm_pager.cli", *TINY, "--steps", "100000"]
     demo = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    assert demo.stderr is not None
-    first_line = demo.stderr.readline()  # the plain run has begun its steps
-    os.killpg(demo.pid, signal.SIGINT)  # as a terminal does
-    _, rest = demo.communicate(timeout=60)
+    try:
+        assert demo.stderr is not None
+        first_line = demo.stderr.readline()  # the plain run has begun its steps
+        os.killpg(demo.pid, signal.SIGINT)  # as a terminal does
+        _, rest = demo.communicate(timeout=60)
+    except BaseException:
+        os.killpg(demo.pid, signal.SIGKILL)  # else it runs for hours
+        raise
     assert demo.returncode == 130, first_line + rest
     assert rest.splitlines()[-1] == "tvm-pager: interrupted"
     assert "Traceback" not in rest

@@ -258,13 +258,17 @@ def test_an_interrupt_ends_the_runs_and_leaves_nothing(
         text=True,
         start_new_session=True,
     )
-    assert verification.stderr is not None
-    assert verification.stderr.readline() == "under way\n"
-    if number is signal.SIGINT:
-        os.killpg(verification.pid, number)  # as a terminal does
-    else:
-        verification.send_signal(number)
-    out, rest = verification.communicate(timeout=60)
+    try:
+        assert verification.stderr is not None
+        assert verification.stderr.readline() == "under way\n"
+        if number is signal.SIGINT:
+            os.killpg(verification.pid, number)  # as a terminal does
+        else:
+            verification.send_signal(number)
+        out, rest = verification.communicate(timeout=60)
+    except BaseException:
+        os.killpg(verification.pid, signal.SIGKILL)  # else it runs for hours
+        raise
     assert verification.returncode == 128 + number, out + rest
     assert "tvm_pager/cli.py" not in out + rest  # no traceback of ours
     with pytest.raises(ProcessLookupError):
