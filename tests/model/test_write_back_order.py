@@ -11,7 +11,7 @@ import itertools
 
 import pytest
 
-from tests.model.rig import NUM_SEEDS, rigs
+from tests.model.rig import FRAME, NUM_SEEDS, rigs
 from tvm_pager.errors import TransferError
 from tvm_pager.memory import PageState, Tier
 from tvm_pager.transfer.protocol import Lane
@@ -54,6 +54,32 @@ def test_a_superseded_write_back_is_no_copy_for_the_clean_eviction_after_the_nex
         rig.evict()
         assert rig.backend.num_submitted[Lane.D2H] == num_written
         rig.read()
+
+
+def test_an_eviction_waits_for_frames_that_a_fetch_is_about_to_free() -> None:
+    """Scenario: 1. one page is being fetched, and has frames below too. 2. Another one must leave.
+
+    No other frames are free. Where two pages were under way, reads failed for want of room.
+    """
+    num_in_flight = 0
+    for rig in rigs(host=6 * FRAME, nvme=0):
+        fetched = rig.create("fetched")
+        rig.evict("fetched")
+        page = rig.create()
+        free = rig.pager.table.frames[Tier.HOST]
+        taken = [rig.pager.table.allocate(Tier.HOST, FRAME) for _ in range(4)]
+        assert free.free_bytes == 0
+        rig.fetch("fetched")
+        num_in_flight += fetched.state is PageState.FETCHING
+        rig.evict()
+        assert not page.is_on_device
+        assert fetched.state is PageState.RESIDENT
+        assert free.free_bytes == 0
+        for frame in taken:
+            free.free(frame)
+        rig.read()
+        rig.read("fetched")
+    assert num_in_flight == NUM_SEEDS
 
 
 def test_a_clean_eviction_right_after_a_write_back_waits_for_the_copy() -> None:

@@ -250,6 +250,7 @@ class Flight:
         page = next(iter(self.pages.values()), None)
         if page is None:
             return False
+        self.promote(page)
         with contextlib.suppress(TransferError):  # the page's state and the events have it
             self.settle(page, unlocked=True)
         return True

@@ -131,8 +131,7 @@ class Mover:
         while not is_leaving and not page.is_clean:
             num_closed = len(self._table.closed_tiers)
             try:
-                if page.state is PageState.RESIDENT:
-                    self.start_write_back(page, to)
+                self._begin_write_back(page, to)
                 is_leaving = self._is_certain(page)
                 if not is_leaving:
                     self._flight.settle(page, unlocked=True)
@@ -160,6 +159,23 @@ class Mover:
         if is_leaving and all(ticket.done() for ticket in page.tickets):
             self._flight.settle(page)
         return True
+
+    def _begin_write_back(self, page: Page, to: Tier | None) -> None:
+        """As `start_write_back`, but where no tier has room it waits for transfers, one by one.
+
+        A page that is being fetched has frames below as well as on the device. The reserve of the
+        commit limit is for one such page, and there may be many: when they have arrived, their
+        copies below are redundant.
+        """
+        while page.state is PageState.RESIDENT:
+            try:
+                self.start_write_back(page, to)
+                return
+            except TransferError:
+                if not self._flight.settle_any():
+                    raise
+            if not self._may_leave(page.id):
+                return
 
     def _is_certain(self, page: Page) -> bool:
         """Whether the device memory may go before the write-back is done."""
