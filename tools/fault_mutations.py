@@ -176,20 +176,6 @@ FAULT_MUTATIONS = (
         _THREADS + "requests_that_each_need_most_of_the_budget_are_granted_whole_and_in_order",
     ),
     Mutation(
-        "a request looks again where holds have ended meanwhile",
-        "tvm_pager/paging/reservations.py",
-        "(self.num_waits, pager.num_drops) != before or pager.dead_exports or pager.dead",
-        "self.num_waits != before[0]",
-        "tests/unit/test_holds.py::test_a_work_that_ends_while_room_is_made_makes_room",
-    ),
-    Mutation(
-        "a request looks again where an alias has died meanwhile",
-        "tvm_pager/paging/reservations.py",
-        " or pager.dead_exports or pager.dead:",
-        ":",
-        "tests/unit/test_holds.py::test_an_alias_that_dies_while_room_is_made_makes_room",
-    ),
-    Mutation(
         "the lock is given up while a thread waits",
         "tvm_pager/paging/reservations.py",
         "            interruptible(wait)\n        finally:\n            lock._acquire_restore(",

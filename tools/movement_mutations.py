@@ -25,13 +25,6 @@ _EXIT = (
 MOVEMENT_MUTATIONS = (
     # --- pages that turn back on their way down ---
     Mutation(
-        "an eviction waits for frames that a fetch is about to free",
-        "tvm_pager/paging/mover.py",
-        "                if not self._flight.settle_any():\n                    raise\n",
-        "                raise\n",
-        _ORDER + "an_eviction_waits_for_frames_that_a_fetch_is_about_to_free",
-    ),
-    Mutation(
         "a fetch is ordered behind the copy down",
         "tvm_pager/paging/flight.py",
         "page.source, behind)",

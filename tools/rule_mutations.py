@@ -12,6 +12,7 @@ from tools.mutation import Mutation
 from tools.outside_mutations import OUTSIDE_MUTATIONS
 from tools.plan_mutations import PLAN_MUTATIONS
 from tools.planning_mutations import PLANNING_MUTATIONS
+from tools.room_mutations import ROOM_MUTATIONS
 
 __all__ = ["MUTATIONS", "Mutation"]
 
@@ -342,5 +343,6 @@ MUTATIONS = (
     *OUTSIDE_MUTATIONS,
     *PLAN_MUTATIONS,
     *PLANNING_MUTATIONS,
+    *ROOM_MUTATIONS,
     *FAULT_MUTATIONS,
 )

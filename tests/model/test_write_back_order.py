@@ -11,9 +11,9 @@ import itertools
 
 import pytest
 
-from tests.model.rig import FRAME, NUM_SEEDS, rigs
+from tests.model.rig import FRAME, NUM_SEEDS, Rig, rigs
 from tvm_pager.errors import TransferError
-from tvm_pager.memory import PageState, Tier
+from tvm_pager.memory import Page, PageState, Tier
 from tvm_pager.transfer.protocol import Lane
 
 # --- write-back ---
@@ -80,6 +80,47 @@ def test_an_eviction_waits_for_frames_that_a_fetch_is_about_to_free() -> None:
         rig.read()
         rig.read("fetched")
     assert num_in_flight == NUM_SEEDS
+
+
+def test_an_eviction_finds_room_in_a_slab_that_is_shrinking() -> None:
+    """Scenario: 1. the slab shrinks, in one thread. 2. In another one a page must leave.
+
+    Frames beyond the new end are free, and of no use; those before it hold redundant copies.
+    """
+    for rig in rigs(host=10 * FRAME, nvme=0):
+        kept = rig.create("kept")
+        rig.write_back("kept")
+        rig.settle("kept")
+        page = rig.create()
+        assert kept.is_clean
+        rig.pager.table.host_limit_bytes = 2 * FRAME
+        rig.evict()
+        rig.pager.table.host_limit_bytes = None
+        assert not page.is_on_device
+        assert _offsets_in_dram(page) <= {0, FRAME}
+        rig.read()
+
+
+@pytest.mark.parametrize("is_tried", [False, True])
+def test_an_eviction_goes_beyond_a_limit_that_is_only_tried(is_tried: bool) -> None:
+    """The slab shrinks to a region's border if all fits before it; others must not fail for it."""
+    rig = Rig(0, host=10 * FRAME, nvme=0)
+    page = rig.create()
+    table = rig.pager.table
+    table.host_limit_bytes, table.may_exceed_limit = FRAME, is_tried
+    if is_tried:
+        rig.evict()
+    else:
+        with pytest.raises(TransferError, match="no tier below"):
+            rig.evict()
+    assert page.is_on_device == (not is_tried)
+    table.host_limit_bytes, table.may_exceed_limit = None, False
+    rig.read()
+    rig.end()
+
+
+def _offsets_in_dram(page: Page) -> set[int]:
+    return {extent.offset for segment in page.segments for extent in segment.host or ()}
 
 
 def test_a_clean_eviction_right_after_a_write_back_waits_for_the_copy() -> None:

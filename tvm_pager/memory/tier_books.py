@@ -33,6 +33,7 @@ class TierBooks:
         # Of NVMe: a write there failed, so nothing goes there again.
         self.bad_frames: list[tuple[Extent, ...]] = []
         self.host_limit_bytes: int | None = None  # no new frame beyond it, while the slab shrinks
+        self.may_exceed_limit = False  # rather than fail: it is tried, and less would do
         self._limbo: deque[tuple[tuple[Any, ...], Tier, tuple[Extent, ...]]] = deque()
 
     @property
@@ -47,6 +48,16 @@ class TierBooks:
         """
         below = self.host_limit_bytes if tier is Tier.HOST else None
         return self.frames[tier].allocate(nbytes, below=below)
+
+    @property
+    def host_free_bytes(self) -> int:
+        """What `allocate` can give in DRAM. O(1), but while the slab shrinks."""
+        host, below = self.frames[Tier.HOST], self.host_limit_bytes
+        return host.free_bytes if below is None else host.free_bytes_below(below)
+
+    def allocate_beyond(self, nbytes: int) -> tuple[Extent, ...] | None:
+        """A frame in DRAM, also beyond the limit if that is only tried; None: there is none."""
+        return self.frames[Tier.HOST].allocate(nbytes) if self.may_exceed_limit else None
 
     def release_frames(self, arrivals: Iterable[Arrival]) -> None:
         """Gives back frames of `allocate` for which no transfer was submitted."""

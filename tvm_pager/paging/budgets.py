@@ -79,7 +79,7 @@ class Budgets:
         frames = pager.table.frames[Tier.HOST]
         for cut in sorted({pager.backend.host_border(nbytes), nbytes}):
             try:
-                self._empty_beyond(cut)
+                self._empty_beyond(cut, is_tried=cut < nbytes)
             except TransferError as error:
                 if error.errno != errno.ENOSPC:
                     raise
@@ -100,12 +100,12 @@ class Budgets:
                 "tensors first, or give a larger nvme budget"
             )
 
-    def _empty_beyond(self, cut: int) -> None:
+    def _empty_beyond(self, cut: int, *, is_tried: bool) -> None:
         pager = self._pager
         table = pager.table
         while pager.flight.settle_any():
             pass
-        table.host_limit_bytes = cut
+        table.host_limit_bytes, table.may_exceed_limit = cut, is_tried
         try:
             for page in list(table.pages.values()):
                 if self._reaches(page, cut):
@@ -113,7 +113,7 @@ class Budgets:
             while pager.flight.settle_any() or pager.flight.wait_for_limbo(Tier.HOST):
                 pass
         finally:
-            table.host_limit_bytes = None
+            table.host_limit_bytes, table.may_exceed_limit = None, False
 
     def _move(self, page: Page) -> None:
         pager = self._pager

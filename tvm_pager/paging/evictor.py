@@ -149,7 +149,7 @@ class Evictor:
         for page_id, to, _ in self._chosen:
             page = pager.table.pages.get(page_id)
             if page is not None and page.state is PageState.RESIDENT and not page.is_clean:
-                if to is not Tier.NVME and host.free_bytes < host.rounded(page.nbytes):
+                if to is not Tier.NVME and pager.table.host_free_bytes < host.rounded(page.nbytes):
                     break  # making room there would block
                 with contextlib.suppress(TransferError):  # its turn will tell
                     pager.mover.start_write_back(page, to, Priority.WRITE_BACK)

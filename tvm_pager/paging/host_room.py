@@ -52,14 +52,13 @@ class HostRoom:
 
     def free(self, need_bytes: int) -> bool:
         """Blocks, with the lock given up, until `need_bytes` are free; False if they cannot be."""
-        frames = self._table.frames[Tier.HOST]
-        if need_bytes > frames.capacity_bytes:
+        if need_bytes > self._table.frames[Tier.HOST].capacity_bytes:
             return False
         num_failed = self._flight.num_failed_demotions
-        while frames.free_bytes < need_bytes:
+        while self._table.host_free_bytes < need_bytes:
             self._flight.reap()
             self._table.reap()  # also those whose copies have overtaken older ones
-            missing = need_bytes - frames.free_bytes
+            missing = need_bytes - self._table.host_free_bytes
             if missing <= 0:
                 break
             if self._flight.num_failed_demotions != num_failed:
@@ -138,19 +137,19 @@ class HostRoom:
 
     def _drop_redundant(self, need_bytes: int) -> bool:
         """Where NVMe takes nothing: gives up copies of pages that are on the device. O(pages)."""
-        frames = self._table.frames[Tier.HOST]
-        for page in list(self._table.pages.values()):
-            if frames.free_bytes >= need_bytes:
+        table = self._table
+        for page in list(table.pages.values()):
+            if table.host_free_bytes >= need_bytes:
                 break
             if page.state is PageState.RESIDENT and host_frame_bytes(page):
-                self._table.drop_host_copies(page)
+                table.drop_host_copies(page)
                 self._policy.removed(page)
-        while frames.free_bytes < need_bytes and self._flight.wait_for_limbo(Tier.HOST):
+        while table.host_free_bytes < need_bytes and self._flight.wait_for_limbo(Tier.HOST):
             pass
-        return frames.free_bytes >= need_bytes
+        return table.host_free_bytes >= need_bytes
 
     def _free_ahead(self) -> None:
-        missing = self.ahead_bytes - self._table.frames[Tier.HOST].free_bytes
+        missing = self.ahead_bytes - self._table.host_free_bytes
         if missing > 0 and self._oldest() is None:
             self._start(missing, Priority.WRITE_BACK)
 

@@ -21,7 +21,7 @@ from tvm_pager.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tvm_pager.memory import PageTable
+    from tvm_pager.memory import Extent, PageTable, Segment
     from tvm_pager.memory.tier_books import Arrival
     from tvm_pager.paging.flight import Flight
     from tvm_pager.paging.host_room import HostRoom
@@ -84,7 +84,7 @@ class Mover:
             return  # None: its last tensor has died, and the pager's next `drain` takes it out
         host = self._table.frames[Tier.HOST]
         need = sum(host.rounded(part.nbytes) for part in dirty)
-        if to is not Tier.NVME and host.free_bytes < need:
+        if to is not Tier.NVME and self._table.host_free_bytes < need:
             self._host_room.free(min(need, host.capacity_bytes))
             if page.state is not PageState.RESIDENT:
                 return
@@ -93,19 +93,28 @@ class Mover:
         for segment in self._table.segments_of(page):
             if not segment.is_dirty:
                 continue
-            for tier in (Tier.NVME, Tier.HOST) if to is Tier.NVME else (Tier.HOST, Tier.NVME):
-                frame = self._table.allocate(tier, segment.nbytes)
-                if frame is not None:
-                    arrivals.append((segment, tier, frame))
-                    run = with_frame(segment, frame, to_frame=True)
-                    pieces.setdefault(_DOWN[tier], []).extend(run)
-                    break
-            else:
+            found = self._frame_for(segment, to)
+            if found is None:
                 self._table.release_frames(arrivals)
                 raise TransferError(self._no_room(page), errno.ENOSPC)
+            tier, frame = found
+            arrivals.append((segment, tier, frame))
+            run = with_frame(segment, frame, to_frame=True)
+            pieces.setdefault(_DOWN[tier], []).extend(run)
         if arrivals:
             tickets = self._flight.submit(page, pieces, priority)
             self._table.begin_write_back(page, arrivals, tickets)
+
+    def _frame_for(
+        self, segment: Segment, to: Tier | None
+    ) -> tuple[Tier, tuple[Extent, ...]] | None:
+        """Where the segment's bytes can go; DRAM first, unless NVMe is wanted."""
+        for tier in (Tier.NVME, Tier.HOST) if to is Tier.NVME else (Tier.HOST, Tier.NVME):
+            frame = self._table.allocate(tier, segment.nbytes)
+            if frame is not None:
+                return tier, frame
+        frame = self._table.allocate_beyond(segment.nbytes)
+        return None if frame is None else (Tier.HOST, frame)
 
     def evict(self, page: Page, to: Tier | None = None) -> bool:
         """Writes the page back if it is dirty, then takes its device memory away.

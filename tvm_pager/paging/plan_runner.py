@@ -230,7 +230,7 @@ class PlanRunner:
             return
         frames = self._pager.table.frames
         host = frames[Tier.HOST]
-        if to is not Tier.NVME and host.free_bytes < host.rounded(page.nbytes):
+        if to is not Tier.NVME and self._pager.table.host_free_bytes < host.rounded(page.nbytes):
             if to is Tier.HOST or not frames[Tier.NVME].capacity_bytes:
                 return  # at its deadline, then
             to = Tier.NVME
