@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -59,6 +59,13 @@ def steps(
         if error is not None and index == num_steps - 1:
             raise error
         yield index == num_steps - 1
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "never"
+        time.sleep(0.0005)
 
 
 def over(ticket: LaneTicket) -> LaneTicket:

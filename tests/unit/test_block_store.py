@@ -10,9 +10,11 @@ import errno
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -123,25 +125,42 @@ def test_a_dropped_completion_is_carried_out(store: PosixStore, file: SwapFile) 
 
 
 def test_an_interrupt_is_raised_when_the_buffers_are_free_again(file: SwapFile) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def is_waiting() -> bool:
+        frame = sys._current_frames().get(main)
+        while frame is not None and frame.f_code is not futures.wait.__code__:
+            frame = frame.f_back
+        return frame is not None
+
     class Slow(FaultyCalls):
         def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
-            time.sleep(0.5)
+            while not is_waiting():
+                time.sleep(0.001)
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.1)  # who does not wait for the I/O shows it now
             return super().pwritev(fd, buffers, offset)
 
     store = PosixStore(file, calls=Slow([]))
-    timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
     completion = store.write(0, [buffer_of(100)])
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
         completion.wait()
     assert completion.done()
     completion.wait()
-    timer.join()
     store.close()
 
 
 def test_threads_carry_the_pagers_name_and_end_at_close(file: SwapFile) -> None:
-    store = PosixStore(file, num_threads=2)
+    both = threading.Barrier(2, timeout=20)
+
+    class Together(FaultyCalls):
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
+            if offset < 8 * MIB:  # the first two of four tasks
+                both.wait()
+            return super().pwritev(fd, buffers, offset)
+
+    store = PosixStore(file, num_threads=2, calls=Together([]))
     store.write(0, [buffer_of(16 * MIB)]).wait()
     names = {thread.name for thread in threading.enumerate()}
     assert {"tvm_pager-posix-0", "tvm_pager-posix-1"} <= names

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.unit.lane_steps import until
 from tests.unit.locker import PATIENCE_S, RecordingLocker, Turnstile
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer.slab import HostSlab
@@ -139,6 +140,7 @@ def test_shrinking_waits_for_a_region_that_is_being_mapped_beyond_the_cut() -> N
         assert gate.arrived.wait(PATIENCE_S)
         shrinker = threading.Thread(target=slab.shrink_capacity, args=(8 * PAGE,))
         shrinker.start()
+        until(lambda: slab.capacity_bytes == 8 * PAGE)
         shrinker.join(0.05)
         assert shrinker.is_alive()
         gate.opened.set()

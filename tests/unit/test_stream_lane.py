@@ -6,7 +6,7 @@ import contextlib
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 from tests.interpreter import run_program
 from tests.leaks import pager_threads
 from tests.unit.hand_stream import HandEvent, HandStream
+from tests.unit.lane_steps import until
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer import stream_lane
 from tvm_pager.transfer.protocol import Lane, Piece, Priority, Transfer
@@ -73,13 +74,6 @@ def submit(
     piece = Piece(0, 0, 0, num_steps * CHUNK_BYTES)
     transfer = Transfer(7, Lane.H2D, (piece,), object())
     return lane.submit(transfer, steps(), priority)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.0005)
 
 
 @pytest.mark.usefixtures("still")

@@ -99,7 +99,7 @@ def test_more_than_the_free_space_less_the_margin_is_refused_with_numbers(tmp_pa
     usage = os.statvfs(tmp_path)
     free_bytes = usage.f_bavail * usage.f_frsize
     with pytest.raises(ConfigError, match=r"free.*stay for others.*at most"):
-        SwapFile(tmp_path, MIB, margin_bytes=free_bytes)
+        SwapFile(tmp_path, MIB, margin_bytes=2 * free_bytes)
     with pytest.raises(ConfigError, match="at most"):
         SwapFile(tmp_path, 2 * free_bytes)
     assert os.listdir(tmp_path) == []

@@ -27,6 +27,7 @@ from tests.unit.lane_steps import (
     over,
     steps,
     still_waits,
+    until,
 )
 from tests.unit.lane_storm import Storm
 from tvm_pager.errors import TransferError
@@ -165,6 +166,7 @@ def test_stop_ends_the_thread_after_one_step_and_every_ticket(
     tickets += [lane.submit(a_transfer(), steps("other", log), p) for p in Priority]
     waiting = pool.submit(tickets[-1].wait)
     stopping = pool.submit(lane.stop)
+    until(lambda: lane._is_stopped)
     assert still_waits(stopping)
     gate.let_go()
     stopping.result(PATIENCE_S)
@@ -200,9 +202,13 @@ def test_the_thread_of_a_forgotten_lane_ends(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(thread_lane, "_IDLE_S", 0.02)
     lane = ThreadLane("test", runs_inline=False)
     watch = weakref.ref(lane)
-    over(lane.submit(a_transfer(), steps("a", []), PREFETCH))
+    gate = Gate()
+    ticket = lane.submit(a_transfer(), steps("a", [], 1, gate), PREFETCH)
+    gate.wait_inside()
     (thread,) = pager_threads()
-    del lane
+    gate.let_go()
+    over(ticket)
+    del lane, ticket
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     gc.collect()

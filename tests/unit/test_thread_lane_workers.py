@@ -23,6 +23,7 @@ from tests.unit.lane_steps import (
     over,
     steps,
     still_waits,
+    until,
 )
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer import thread_lane
@@ -335,6 +336,7 @@ def test_stop_waits_for_the_step_of_each_worker_and_ends_every_ticket(
     pair = Pair(lane, log, 2)
     others = [lane.submit(a_transfer(), steps("other", log), p) for p in Priority]
     stopping = pool.submit(lane.stop)
+    until(lambda: lane._is_stopped)
     pair.gates[0].let_go()
     assert still_waits(stopping)
     pair.gates[1].let_go()

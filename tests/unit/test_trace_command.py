@@ -112,8 +112,8 @@ def test_the_peak_of_a_llama_is_what_a_gpu_allocates(
 def test_a_model_of_175_billion_parameters_is_traced_in_less_than_a_minute() -> None:
     large = LLAMA | {"hidden_size": 12288, "intermediate_size": 33000, "num_hidden_layers": 96}
     program = ModelProgram(large | {"num_attention_heads": 96}, 1, 2048)
-    started_s = time.monotonic()
+    started_s = time.process_time()
     index = TraceIndex(trace(program.build, example_profile()))
-    assert time.monotonic() - started_s < 60
+    assert time.process_time() - started_s < 60
     assert index.peak_bytes / 1e9 == pytest.approx(1407, rel=0.01)
     assert index.num_ops > 28_000

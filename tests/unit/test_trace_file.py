@@ -96,7 +96,10 @@ def test_a_file_cut_short_or_changed_is_never_another_trace(
     path.write_bytes(good[:cut])
     with pytest.raises(TraceError, match="record the trace again"):
         load(path)
-    place = data.draw(st.integers(10, len(good) - 1))  # behind the header, which is not checked
+    # Behind the header, which is not checked, and not in the byte before the checksum and the
+    # length: the end of the deflate stream fills it up with bits that mean nothing.
+    places = st.integers(10, len(good) - 1).filter(lambda place: place != len(good) - 9)
+    place = data.draw(places)
     flipped = bytearray(good)
     flipped[place] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(flipped)
