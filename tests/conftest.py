@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
@@ -63,6 +64,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # A module's own limit is for the usual number of examples.
         if PROFILE == "nightly" and all(marker.name != "timeout" for marker in item.own_markers):
             item.add_marker(pytest.mark.timeout(NIGHTLY_TIMEOUT_S))
+
+
+@pytest.fixture(autouse=True)
+def no_stacks_of_long_tests() -> None:
+    """Nightly tests are long: pytest's look at the stacks of running threads can crash Python."""
+    if PROFILE == "nightly":
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)
