@@ -213,6 +213,10 @@ def plain_result(program: Program) -> Result:
 def settle(pager: tvm_pager.Pager) -> Any:
     """Takes the statistics of a pager whose user tensors are gone, books checked."""
     gc.collect()  # modules with hooks and autograd functions are cycles
+    core = pager._core
+    with core.lock:
+        while core.flight.settle_any():  # a copy on its way down holds its page
+            pass
     pager.check_invariants()
     stats = pager.stats()
     assert stats.num_pages == 0, f"pages that nothing refers to:\n{stats}"

@@ -208,13 +208,16 @@ def test_a_request_that_lacks_room_waits_for_a_collective(ranks: Ranks, tmp_path
         held = torch.full((12 * NUM,), 1.0)  # 48 KiB
         other = plain(*[2.0] * 12)
         work = dist.all_reduce(held, group=ranks.group, async_op=True)
-        joined: list[Any] = []
-        late = threading.Timer(
-            0.3, lambda: joined.append(dist.all_reduce(other, group=ranks.other, async_op=True))
-        )
+        is_joining = threading.Event()
+
+        def join() -> None:
+            is_joining.set()  # first: it may be over before this thread runs again
+            dist.all_reduce(other, group=ranks.other, async_op=True)
+
+        late = threading.Timer(0.3, join)
         late.start()
         fresh = torch.full((12 * NUM,), 7.0)  # has no room beside it
-        assert joined
+        assert is_joining.is_set()
         assert tiers(pager, held) == {"HOST"}
         work.wait()
         late.join()

@@ -379,6 +379,9 @@ def test_a_thread_that_waits_for_the_disk_does_not_stop_the_others(
             return [float(tensor[0]) for tensor in far]
 
         near.add_(1.0)
+        page = page_of(near)
+        assert page is not None
+        pager._core.hold(page)  # however late this thread is, it stays
         is_armed.set()
         waiting = Worker(touch)
         num_steps, longest_s = 0, 0.0
@@ -392,8 +395,9 @@ def test_a_thread_that_waits_for_the_disk_does_not_stop_the_others(
         assert waiting.get() == [value + 1.0 for value in range(8)]
         assert longest_s < 0.7 * SLOW_S, "an operation on a resident page waited for the disk"
         assert num_steps > 20
+        pager._core.drop(page)
         assert near.tolist() == [num_steps + 1.0] * 1024
         far.clear()
-        del near, waiting
+        del near, waiting, page
         assert_at_rest(pager)
     assert_nothing_left(tmp_path)
