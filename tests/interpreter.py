@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +36,13 @@ def start_program(program: str, *arguments: object) -> subprocess.Popen[str]:
     """Starts it; the caller reads its output and ends it."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return subprocess.Popen(**_call(program, arguments), **pipes)
+
+
+@contextlib.contextmanager
+def killed_on_failure(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Kills the session that `process` leads if the block fails: else it may run for hours."""
+    try:
+        yield
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise

@@ -21,5 +21,5 @@ def test_threads_train_on_while_another_one_changes_the_budgets(
     policy: str, has_nvme: bool, tmp_path: Path
 ) -> None:
     expected = in_threads(CUDA)  # every thread has had its cuBLAS workspace then
-    nvme = {"nvme": tmp_path, "nvme_bytes": CUDA.nvme} if has_nvme else {}
+    nvme = tmp_path if has_nvme else None
     assert in_threads_under_changes(CUDA, policy, 0, nvme, settled_bytes()) == expected

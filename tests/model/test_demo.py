@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.interpreter import killed_on_failure
 from tvm_pager.demo import DemoOptions, compare
 from tvm_pager.demo.budgets import DEVICE_FRACTION, choose_budgets
 from tvm_pager.demo.digest import combine, digest_tensors
@@ -231,14 +232,11 @@ def test_a_budget_too_small_for_one_operation_is_one_line() -> None:
 def test_an_interrupt_ends_the_worker_too_without_a_traceback() -> None:
     command = [sys.executable, "-m", "tvm_pager.cli", *TINY, "--steps", "100000"]
     demo = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
+    with killed_on_failure(demo):
         assert demo.stderr is not None
         first_line = demo.stderr.readline()  # the plain run has begun its steps
         os.killpg(demo.pid, signal.SIGINT)  # as a terminal does
         _, rest = demo.communicate(timeout=60)
-    except BaseException:
-        os.killpg(demo.pid, signal.SIGKILL)  # else it runs for hours
-        raise
     assert demo.returncode == 130, first_line + rest
     assert rest.splitlines()[-1] == "tvm-pager: interrupted"
     assert "Traceback" not in rest

@@ -155,8 +155,7 @@ def _pass_boundary(pager: tvm_pager.Pager) -> None:
 
 def _end_copies(pager: DemandPager) -> None:
     with pager.lock:
-        while pager.flight.settle_any():
-            pass
+        pager.flight.settle_all()
 
 
 def _listen(counters: object, log: Log) -> None:
@@ -245,24 +244,11 @@ class Noting(LRU):
         return super().choose_victims(tier, need_bytes, view)
 
 
-class Passing(Policy):
+class Passing(LRU):
     """Sends away activations and temporaries, the last used first; LRU has the rest."""
 
     name = "passing"
     kinds = frozenset({PageKind.ACTIVATION, PageKind.TEMPORARY})
-
-    def __init__(self) -> None:
-        self._order: dict[int, None] = {}
-
-    def on_insert(self, page_id: int) -> None:
-        self._order[page_id] = None
-
-    def on_access(self, page_id: int) -> None:
-        del self._order[page_id]
-        self._order[page_id] = None
-
-    def on_remove(self, page_id: int) -> None:
-        del self._order[page_id]
 
     def choose_victims(self, tier: Tier, need_bytes: int, view: View) -> list[Eviction] | None:
         victims, freed = [], 0

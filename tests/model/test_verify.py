@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreter import killed_on_failure
+
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ["--torch-device", "cpu", "--device", "200KiB", "--host", "16MiB"]
 
@@ -258,7 +260,7 @@ def test_an_interrupt_ends_the_runs_and_leaves_nothing(
         text=True,
         start_new_session=True,
     )
-    try:
+    with killed_on_failure(verification):
         assert verification.stderr is not None
         assert verification.stderr.readline() == "under way\n"
         if number is signal.SIGINT:
@@ -266,9 +268,6 @@ def test_an_interrupt_ends_the_runs_and_leaves_nothing(
         else:
             verification.send_signal(number)
         out, rest = verification.communicate(timeout=60)
-    except BaseException:
-        os.killpg(verification.pid, signal.SIGKILL)  # else it runs for hours
-        raise
     assert verification.returncode == 128 + number, out + rest
     assert "tvm_pager/cli.py" not in out + rest  # no traceback of ours
     with pytest.raises(ProcessLookupError):

@@ -215,8 +215,7 @@ def settle(pager: tvm_pager.Pager) -> Any:
     gc.collect()  # modules with hooks and autograd functions are cycles
     core = pager._core
     with core.lock:
-        while core.flight.settle_any():  # a copy on its way down holds its page
-            pass
+        core.flight.settle_all()  # a copy on its way down holds its page
     pager.check_invariants()
     stats = pager.stats()
     assert stats.num_pages == 0, f"pages that nothing refers to:\n{stats}"

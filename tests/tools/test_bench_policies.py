@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.unit.small_traces import training
 from tools import bench_policies
@@ -18,13 +16,6 @@ from tvm_pager.planning.traces.trace_index import TraceIndex
 
 TINY = ["--model", "tiny", "--torch-device", "cpu", "--dtype", "float32", "--batch", "1"]
 TINY += ["--seq", "64", "--host", "16MiB"]
-
-
-@pytest.fixture(autouse=True)
-def kernels() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def measured(*arguments: str, tmp_path: Path, exit_code: int = 0) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from tests.trials.harness import KIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 NUM_THREADS, NUM_STEPS = 3, 12
 PATIENCE_S = 120.0
@@ -30,17 +31,21 @@ class Scale(NamedTuple):
     segment: int
 
 
-CPU = Scale("cpu", 32, 64, (64 * KIB, 200 * KIB), (700 * KIB, 1400 * KIB), 512 * KIB, 4096)
-# A page is 256 times as large.
-CUDA = Scale(
-    "cuda",
-    512,
-    1024,
-    (16384 * KIB, 51200 * KIB),
-    (179200 * KIB, 358400 * KIB),
-    131072 * KIB,
-    1024 * KIB,
-)
+def _scale(torch_device: str, factor: int) -> Scale:
+    """Both sides of a matrix `factor` times as long as the least that is worth moving."""
+    unit = factor * factor * KIB
+    return Scale(
+        torch_device,
+        32 * factor,
+        64 * factor,
+        (64 * unit, 200 * unit),
+        (700 * unit, 1400 * unit),
+        512 * unit,
+        4 * unit,
+    )
+
+
+CPU, CUDA = _scale("cpu", 1), _scale("cuda", 16)
 
 
 class Training:
@@ -106,7 +111,7 @@ def in_threads(
 
 
 def in_threads_under_changes(
-    scale: Scale, policy: str, seed: int, nvme: dict[str, Any], beside_bytes: int = 0
+    scale: Scale, policy: str, seed: int, nvme: Path | None, beside_bytes: int = 0
 ) -> list[list[str]]:
     """As `in_threads`, paged.
 
@@ -114,10 +119,11 @@ def in_threads_under_changes(
         scale: sizes.
         policy: its name.
         seed: of what changes.
-        nvme: options of the pager, or nothing.
+        nvme: directory of the swap file; None: there is none.
         beside_bytes: what libraries have on the device; the budget is the whole process's.
     """
-    draw = random.Random(f"{seed}/{policy}/{bool(nvme)}")
+    draw = random.Random(f"{seed}/{policy}/{nvme is not None}")
+    place = {} if nvme is None else {"nvme": nvme, "nvme_bytes": scale.nvme}
     low, high = (nbytes + beside_bytes for nbytes in scale.device)
     with tvm_pager.Pager(
         high,
@@ -126,7 +132,7 @@ def in_threads_under_changes(
         policy=policy,
         segment_bytes=scale.segment,
         strict=True,
-        **nvme,
+        **place,
     ) as pager:
 
         def disturb(weights: list[torch.Tensor]) -> None:

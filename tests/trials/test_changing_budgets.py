@@ -19,6 +19,6 @@ if TYPE_CHECKING:
 def test_threads_train_on_while_another_one_changes_the_budgets(
     seed: int, policy: str, has_nvme: bool, tmp_path: Path
 ) -> None:
-    nvme = {"nvme": tmp_path, "nvme_bytes": CPU.nvme} if has_nvme else {}
+    nvme = tmp_path if has_nvme else None
     assert in_threads_under_changes(CPU, policy, seed, nvme) == in_threads(CPU)
     assert_nothing_left(tmp_path)

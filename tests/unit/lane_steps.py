@@ -70,10 +70,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def over(ticket: LaneTicket) -> LaneTicket:
     """Waits without making the ticket urgent."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not ticket.done():
-        assert time.monotonic() < deadline_s, "never done"
-        time.sleep(0.0005)
+    until(ticket.done)
     return ticket
 
 

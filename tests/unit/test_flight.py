@@ -50,8 +50,7 @@ def test_looking_what_has_ended_does_not_ask_every_copy_of_a_dead_page(
 def test_frames_of_dead_pages_come_back_when_their_copies_have_ended() -> None:
     rig = dying(20)
     with rig.pager.lock:
-        while rig.pager.flight.settle_any():
-            pass
+        rig.pager.flight.settle_all()
     assert rig.pager.table.zombies == []
     assert rig.pager.table.frames[Tier.HOST].used_bytes == 0
     rig.end()

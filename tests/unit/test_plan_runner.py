@@ -358,8 +358,7 @@ def test_a_page_that_has_died_unnoticed_is_not_fetched() -> None:
     rig = planned(Fixed(lambda trace: plan_of(Fetch(weight(trace, 4), 2, 6))))
     page = rig.pages["w4"]
     rig.pager.mover.evict(page)
-    while rig.pager.flight.settle_any():
-        pass
+    rig.pager.flight.settle_all()
     rig.free("w4")
     assert page.memory() is None
     assert not rig.pager.prefetcher.begin(page)
@@ -372,8 +371,7 @@ def test_a_fetch_that_was_called_off_is_not_known_to_the_policy() -> None:
     rig = planned(Fixed(), max_delay=500)
     page = rig.pages["w4"]
     rig.pager.mover.evict(page)
-    while rig.pager.flight.settle_any():
-        pass
+    rig.pager.flight.settle_all()
     rig.pager.device_policy.used(page)
     assert rig.pager.prefetcher.begin(page)
     rig.pager.device_policy.replay()

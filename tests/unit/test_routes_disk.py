@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.unit.lane_steps import FAULT, PATIENCE_S, PREFETCH, over
+from tests.unit.lane_steps import FAULT, PATIENCE_S, PREFETCH, over, until
 from tests.unit.small_backends import MIB, alias, bytes_of
 from tvm_pager.errors import TransferError
 from tvm_pager.transfer.behind import CopierBehind, Waitable
@@ -84,10 +84,7 @@ class SlowIO:
 
     def wait(self) -> None:
         if not self._is_done:
-            deadline_s = time.monotonic() + PATIENCE_S
-            while self._store.most_bytes < self._store.awaited_bytes:
-                assert time.monotonic() < deadline_s
-                time.sleep(0.0005)
+            until(lambda: self._store.most_bytes >= self._store.awaited_bytes)
             time.sleep(self._delay_s)
             at = self._at
             for buffer in self._buffers:
@@ -269,10 +266,7 @@ def test_copies_come_behind_the_work_that_uses_the_memory(lane: Lane) -> None:
         before = disk.outside(job).clone()
         kernels = Kernels()
         ticket = disk.submit(job, FAULT, kernels)
-        deadline_s = time.monotonic() + PATIENCE_S
-        while lane is Lane.N2D and not disk.store.most_bytes:  # reading needs no device
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        until(lambda: lane is Lane.D2N or disk.store.most_bytes > 0)  # reading needs no device
         time.sleep(0.02)
         assert not ticket.done()
         assert torch.equal(disk.outside(job), before)

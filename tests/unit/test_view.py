@@ -314,8 +314,7 @@ def test_backlog_counts_what_is_queued_and_what_is_under_way() -> None:
         assert machine.backend.host_ns == before  # it has waited for nothing
         machine.pages[0].tickets[0].wait()  # its copy is over, though nobody has settled it
         assert view.backlog_bytes("d2h") == 2 << 20
-        while pager.flight.settle_any():
-            pass
+        pager.flight.settle_all()
         assert view.backlog_bytes("d2h") == 0
         pager.mover.evict(machine.pages[0])
         pager.mover.start_fetch(machine.pages[0])

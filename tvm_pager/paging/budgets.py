@@ -103,8 +103,7 @@ class Budgets:
     def _empty_beyond(self, cut: int, *, is_tried: bool) -> None:
         pager = self._pager
         table = pager.table
-        while pager.flight.settle_any():
-            pass
+        pager.flight.settle_all()
         table.host_limit_bytes, table.may_exceed_limit = cut, is_tried
         try:
             for page in list(table.pages.values()):

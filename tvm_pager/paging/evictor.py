@@ -79,8 +79,7 @@ class Evictor:
         pager = self._pager
         pager.drain()
         before = pager.table.device_used_bytes
-        while pager.flight.settle_any():
-            pass
+        pager.flight.settle_all()
         pager.device_policy.replay()
         for page in list(pager.table.pages.values()):
             if self.may_leave(page.id):
@@ -89,8 +88,7 @@ class Evictor:
                 except TransferError as error:
                     if error.errno != errno.ENOSPC:
                         raise
-        while pager.flight.settle_any():
-            pass
+        pager.flight.settle_all()
         return before - pager.table.device_used_bytes
 
     def forget_chosen(self) -> None:

@@ -255,6 +255,11 @@ class Flight:
             self.settle(page, unlocked=True)
         return True
 
+    def settle_all(self) -> None:
+        """Blocks, with the lock given up, until no transfer is under way."""
+        while self.settle_any():
+            pass
+
     def wait_for_limbo(self, tier: Tier) -> bool:
         """Blocks, with the lock given up, until free frames of the tier are not read any more."""
         for readers, place, _ in self._table.limbo:

@@ -393,8 +393,7 @@ class DemandPager:
         """Waits for all transfers and closes the backend; bytes below the device are gone."""
         with self.lock:
             self.iterations.close()
-            while self.flight.settle_any():
-                pass
+            self.flight.settle_all()
             self.drain()
             self.flight.failures.tell_rest()
             self.backend.close()

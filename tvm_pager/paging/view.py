@@ -59,7 +59,7 @@ class PagerView:
         page = self._table.pages[page_id]
         return PageView(
             page.id,
-            _kind_in(self._following(), page),
+            _kind_of(page, self._following),
             page.nbytes,
             self._table.tier_of(page),
             page.is_clean,
@@ -69,8 +69,7 @@ class PagerView:
 
     def kind_of(self, page_id: int) -> PageKind:
         """What the page holds, by a trace where nothing else tells; one is wanted from then on."""
-        page = self._table.pages[page_id]
-        return page.kind if page.kind is not PageKind.OTHER else _kind_in(self._follow(), page)
+        return _kind_of(self._table.pages[page_id], self._follow)
 
     def evictable(self, page_id: int) -> bool:
         page = self._table.pages.get(page_id)
@@ -146,12 +145,15 @@ def host_frame_bytes(page: Page) -> int:
     )
 
 
-def _kind_in(follower: Follower | None, page: Page) -> PageKind:
+def _kind_of(page: Page, follow: Callable[[], Follower | None]) -> PageKind:
     """What the page holds. The trace knows of every birth what became of it; the program does not.
 
     What the program tells later (an optimizer, of gradients) is certain, and comes first.
     """
-    if follower is None or page.kind is not PageKind.OTHER:
+    if page.kind is not PageKind.OTHER:
+        return page.kind
+    follower = follow()
+    if follower is None:
         return page.kind
     number = follower.number_of(page.id)
     return page.kind if number is None else follower.known.trace.pages[number].kind

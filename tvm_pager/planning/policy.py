@@ -76,9 +76,9 @@ class View(Protocol):
     [Note: What only a trace tells]
         Iterations are recorded and followed for a policy that plans, and for one that has asked
         `next_use`, `lineage`, `seconds_since_use`, `module` or `layer` once, or decides about some
-        kinds of pages only. Until they are, and
-        for pages that the trace does not know, nobody knows: None or "". Each answer is computed
-        when it is asked for, in O(1) or O(operands); the first one of a trace takes a pass over it.
+        kinds of pages only. Until they are, and for pages that the trace does not know, nobody
+        knows: None or "". Each answer is computed when it is asked for, in O(1) or O(operands);
+        the first one of a trace takes a pass over it.
     """
 
     @property
