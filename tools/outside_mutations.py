@@ -8,6 +8,7 @@ __all__ = ["OUTSIDE_MUTATIONS"]
 
 _COLLECTIVES = "tests/tensor/test_collectives.py::test_"
 _CLASSES = "tests/trials/test_own_classes.py::test_"
+_FIRST = "tests/tools/test_profile_first_pager.py::test_"
 _INFERENCE = "tests/tensor/test_inference_mode.py::test_"
 _READS = "tests/tensor/test_composite_reads.py::test_what_is_read_by_pointer_is_in_place"
 
@@ -199,5 +200,20 @@ OUTSIDE_MUTATIONS = (
         "        if not _is_inference():\n            return call(*args, **kwargs)\n",
         "        return call(*args, **kwargs)\n",
         _INFERENCE + "the_fast_path_does_too",
+    ),
+    # --- the hardware profile ---
+    Mutation(
+        "the pager that a hardware profile measures needs no profile",
+        "tvm_pager/observe/profile/dispatch.py",
+        '_POLICY = "lru"',
+        '_POLICY = "lookahead"',
+        _FIRST + "the_first_pager_of_a_machine_measures_it_once",
+    ),
+    Mutation(
+        "the environment has no say in what a hardware profile measures",
+        "tvm_pager/pager.py",
+        "Pager(config=PagerConfig(torch_device=torch_device, host=host, policy=policy))",
+        "Pager(torch_device=torch_device, host=host)",
+        _FIRST + "the_command_measures_whatever_policy_the_environment_names",
     ),
 )

@@ -76,8 +76,8 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_verify(commands)
     _add_demo(commands)
-    profile_command.add_parser(commands, _open_pager)
-    trace_command.add_parser(commands, _open_pager)
+    profile_command.add_parser(commands, _plain_pager)
+    trace_command.add_parser(commands, _plain_pager)
     simulate_command.add_parser(commands)
     return parser
 
@@ -262,10 +262,10 @@ def _run_paged(script: Script, pager: Pager, arguments: argparse.Namespace) -> i
     return exit_code
 
 
-def _open_pager(**options: Any) -> Pager:
-    from tvm_pager.api import Pager  # torch comes with it
+def _plain_pager(*, torch_device: str, host: str, policy: str) -> Pager:
+    from tvm_pager.pager import plain_pager  # torch comes with it
 
-    return Pager(**options)
+    return plain_pager(torch_device=torch_device, host=host, policy=policy)
 
 
 def _pager_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tvm_pager.events import EventSink
 
-__all__ = ["Pager", "active_pager"]
+__all__ = ["Pager", "active_pager", "plain_pager"]
 
 _active = threading.local()
 
@@ -109,7 +109,7 @@ class Pager(Inspection):
         self.config = PagerConfig.from_options(options, config=config, environ=os.environ)
         self._shield = Shield()
         try:
-            self._parts = assemble(self.config, _plain_pager, sink)
+            self._parts = assemble(self.config, plain_pager, sink)
         except BaseException:
             self._shield.lower()
             raise
@@ -300,7 +300,7 @@ class Pager(Inspection):
         """
         self._refuse_closed("set_policy")
         config = self.config.replace(policy=policy)
-        self._parts.set_policy(config, _plain_pager)
+        self._parts.set_policy(config, plain_pager)
         self.config = config
 
     def record(self) -> None:
@@ -365,9 +365,9 @@ class Pager(Inspection):
             raise PagerClosedError(f"{what}: this pager has been closed; open a new one")
 
 
-def _plain_pager(*, torch_device: str, host: str) -> Pager:
+def plain_pager(*, torch_device: str, host: str, policy: str) -> Pager:
     """What a hardware profile measures; the environment's options are not for it."""
-    return Pager(config=PagerConfig(torch_device=torch_device, host=host))
+    return Pager(config=PagerConfig(torch_device=torch_device, host=host, policy=policy))
 
 
 def active_pager() -> Pager | None:

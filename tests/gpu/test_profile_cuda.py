@@ -73,3 +73,14 @@ def test_an_interrupt_between_copies_leaves_no_memory(
     with pytest.raises(KeyboardInterrupt):
         measure_gpu(None, no_pager)
     assert settled_bytes() == before_bytes
+
+
+def test_the_first_pager_of_a_machine_measures_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pager that is measured planned too, and had itself measured, without an end."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with Pager(device="256MiB", host="64MiB") as pager:
+        assert pager.config.policy == "lookahead"
+        assert torch.ones(4, device="cuda").sum().item() == 4
+    assert len(list(tmp_path.glob("tvm_pager/profile-*-quick.json"))) == 1

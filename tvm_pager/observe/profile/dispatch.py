@@ -20,12 +20,15 @@ __all__ = ["MakePager", "measure_dispatch"]
 
 _NUM_BLOCKS = 5
 _SLAB = "1MiB"  # nothing moves: everything fits
+_POLICY = "lru"  # not one that plans: it would need the profile that is being measured
 
 
 class MakePager(Protocol):
     """`tvm_pager.Pager`, handed down: this room lies below the one that it lives in."""
 
-    def __call__(self, *, torch_device: str, host: str) -> AbstractContextManager[object]: ...
+    def __call__(
+        self, *, torch_device: str, host: str, policy: str
+    ) -> AbstractContextManager[object]: ...
 
 
 def measure_dispatch(
@@ -46,7 +49,7 @@ def measure_dispatch(
 
     try:
         plain_ns = rounds()
-        with make_pager(torch_device=str(device), host=_SLAB):
+        with make_pager(torch_device=str(device), host=_SLAB, policy=_POLICY):
             dispatched_ns = rounds()
     finally:
         torch.set_num_threads(num_threads)
