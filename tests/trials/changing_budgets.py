@@ -86,11 +86,19 @@ def in_threads(
     found: dict[int, list[str]] = {}
     errors: list[BaseException] = []
 
+    # Until all are done: a thread that ended would leave its cuBLAS workspace to the next one, and
+    # how many there are would depend on who was faster.
+    is_done = threading.Barrier(NUM_THREADS)
+
     def train(number: int) -> None:
         try:
             found[number] = trainings[number].run()
+            is_done.wait(PATIENCE_S)
+        except threading.BrokenBarrierError:
+            pass  # another one has raised
         except BaseException as error:
             errors.append(error.with_traceback(None))
+            is_done.abort()
 
     threads = [
         threading.Thread(target=train, args=(number,), daemon=True) for number in range(NUM_THREADS)
