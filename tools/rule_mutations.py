@@ -13,6 +13,7 @@ from tools.outside_mutations import OUTSIDE_MUTATIONS
 from tools.plan_mutations import PLAN_MUTATIONS
 from tools.planning_mutations import PLANNING_MUTATIONS
 from tools.room_mutations import ROOM_MUTATIONS
+from tools.trace_mutations import TRACE_MUTATIONS
 
 __all__ = ["MUTATIONS", "Mutation"]
 
@@ -344,5 +345,6 @@ MUTATIONS = (
     *PLAN_MUTATIONS,
     *PLANNING_MUTATIONS,
     *ROOM_MUTATIONS,
+    *TRACE_MUTATIONS,
     *FAULT_MUTATIONS,
 )

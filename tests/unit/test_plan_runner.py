@@ -133,6 +133,21 @@ def test_feedback_replaces_the_plan() -> None:
 # --- single actions ---
 
 
+@pytest.mark.parametrize("moment", [0, 5])
+def test_what_is_away_since_an_earlier_iteration_is_no_action_that_lapsed(moment: int) -> None:
+    def leave(trace: Trace) -> MovementPlan:
+        used = {number for op in trace.ops for number in (*op.reads, *op.creates)}
+        unused = [n for n, page in enumerate(trace.pages) if n not in used and page.died is None]
+        assert unused
+        return plan_of(*(Evict(number, moment, moment) for number in unused))
+
+    rig = planned(Fixed(leave))
+    assert not rig.pages["w6"].is_on_device
+    rig.iterate(training())
+    assert bool(rig.pager.iterations.runner.reasons) == (moment > 0)
+    rig.end()
+
+
 @pytest.mark.parametrize("in_order", [False, True])
 def test_an_eviction_writes_back_from_its_moment_and_is_over_at_its_deadline(
     in_order: bool,

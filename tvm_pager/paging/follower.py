@@ -3,7 +3,9 @@
 [Note: Matching]
     An operation is the one that the trace says next if it has its name and names its pages. Sizes
     may differ. A page may stand for another number than it has, or for one at all, if the trace's
-    page of that number is not there: a batch from outside, or what a skipped layer would have made.
+    page of that number is not there (what a skipped layer would have made), or is an input: there
+    when the iteration begins, and nothing that a model or an optimizer keeps. The program may hold
+    on to batches and tokens of earlier iterations.
     An operation that does not fit is looked for in the next `WINDOW` operations of the trace, by a
     page that lives through the iteration: so skipped layers are passed over. Until one fits, the
     program is lost, and its place in the trace stays: so insertions are passed over.
@@ -29,6 +31,7 @@ __all__ = ["WINDOW", "Follower", "Guide", "Onlooker"]
 
 WINDOW = 500  # operations: about four layers of a transformer, backward included
 _MAX_TAIL = 50  # operations behind the end of a trace that make no other one of the iteration
+_TAIL_PART = 20  # and not more than this part of it at the end are left out
 _DEAD = PageState.DEAD
 
 
@@ -80,6 +83,7 @@ class Follower:
         num_lost: operations since the last one that fitted.
         num_resyncs: how often it was lost, or jumped, and found its place again.
         is_exact: whether everything so far was as in the trace, and nothing else.
+        deviation: a digest of all operations that were not, and their places.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Follower:
         self.num_lost = 0
         self.num_resyncs = 0
         self.is_exact = True
+        self.deviation = 0
         self.pages: list[Page | None] = [None] * len(known.trace.pages)
         self._table = table
         self._origins = origins
@@ -231,6 +236,7 @@ class Follower:
         if was_exact and self._guide.take_over(self, name, pages):
             return True
         self.is_exact = False
+        self.deviation = hash((self.deviation, index, name))
         found = self._search(name, distinct)
         if found is not None:
             self.num_resyncs += not self.num_lost
@@ -273,7 +279,7 @@ class Follower:
         for page, number in zip(distinct, reads, strict=True):
             if self._numbers.get(page.id) == number:
                 num_exact += 1
-            elif self._is_there(number):
+            elif self._is_there(number) and not self.known.is_input(number):
                 return -1
         return num_exact
 
@@ -287,6 +293,9 @@ class Follower:
             if before != number:
                 if before is not None:
                     self.is_exact = False
+                replaced = self.pages[number]
+                if replaced is not None and self._numbers.get(replaced.id) == number:
+                    del self._numbers[replaced.id]
                 self._assign(page, number)
                 self._has_learned = True
         self._step(index)
@@ -299,9 +308,16 @@ class Follower:
         return self.index == len(self.known.names) and self.num_lost <= _MAX_TAIL
 
     @property
+    def is_nearly_over(self) -> bool:
+        """Whether only a few operations are left, such as those that bring the next batch."""
+        num_ops = len(self.known.names)
+        is_near = num_ops - self.index <= min(_MAX_TAIL, num_ops // _TAIL_PART)
+        return is_near and self.num_lost <= _MAX_TAIL
+
+    @property
     def is_alike(self) -> bool:
         """Whether it was followed to its end, and most of it was done, and little else."""
-        return self.is_over and self._num_other * 2 <= len(self.known.names)
+        return self.is_nearly_over and self._num_other * 2 <= len(self.known.names)
 
     def origins(self) -> dict[int, Origin]:
         """Of the pages that this iteration has created and that are alive; by page id."""
@@ -318,7 +334,11 @@ class Follower:
         if not self._has_learned:
             return
         known, alive = self.known, self._table.pages
-        known.ids = {page_id: n for page_id, n in known.ids.items() if page_id in alive}
+        known.ids = {
+            page_id: number
+            for page_id, number in known.ids.items()
+            if page_id in alive and ((page := self.pages[number]) is None or page.id == page_id)
+        }
         for number, page in enumerate(self.pages):
             facts = known.trace.pages[number]
             if facts.born is None and facts.died is None and self._is_there(number):

@@ -4,7 +4,8 @@
     Nothing is, while everything fits on the device and nobody asks. Else an iteration is recorded
     if none is known that could come now, and a second time when it, or nearly it, comes again: only
     then is the trace planned and followed. Where a known trace is left and not found again, the
-    iteration is recorded as a new one, what was followed included.
+    iteration is recorded as a new one, what was followed included; and where it was left and found
+    again in the same way twice in a row (a token is nearly a batch of evaluation), the next one is.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class Iterations:
         self._num_asked = 0  # iterations to be recorded in any case
         self._told = ""  # the last summary that somebody has asked for
         self._is_closed = False
+        self._is_ending = False  # nothing of weight comes in this iteration any more
         self._is_concluded = False  # the iteration has ended, and the next one has not begun
         self._is_resuming = False  # another policy has taken over since an iteration was followed
         self._num_evicted = 0
@@ -121,11 +123,16 @@ class Iterations:
         """Records the next two iterations, whatever the policy: one to know what came before."""
         self._num_asked = 2
 
-    def end_when(self, is_over: Callable[[], bool]) -> None:
-        """The iteration is over when an operation comes for which `is_over()`."""
+    def end_when(self, is_over: Callable[[], bool] | None) -> None:
+        """The iteration is over when an operation comes for which `is_over()`.
+
+        None: it is all but over, and `pass_boundary` will be called.
+        """
         if self._is_closed:
             return
-        if self.planner.wants_traces or self._num_asked or self.follower or self.recorder:
+        if is_over is None:
+            self._is_ending = True
+        elif self.planner.wants_traces or self._num_asked or self.follower or self.recorder:
             self._watch.end_when(is_over)
         else:
             self.pass_boundary()
@@ -137,6 +144,7 @@ class Iterations:
             PolicyError: the policy misbehaved, and the pager is strict.
         """
         self._watch.end_when(None)
+        self._is_ending = False
         if self._is_closed or self._is_empty():
             return
         self._conclude()
@@ -154,7 +162,7 @@ class Iterations:
         self.runner.stop(keep_from=0)
         self._known.forget_plans()
         self._is_resuming = True
-        if self._watch.is_over and not self._is_empty():
+        if (self._is_ending or self._watch.is_over) and not self._is_empty():
             self._conclude()  # it has been followed to its end, which counts
         elif self.follower is not None:
             self.follower = self._previous = None
@@ -268,13 +276,16 @@ class Iterations:
         self._watch.listen(None)
         if follower is None:
             return self._end_recording() if self.recorder is not None else None
-        is_over = follower.is_over
+        is_over = follower.is_over or (
+            follower.is_nearly_over and self._with_same_beginning(follower) is None
+        )
         if is_over:
             self.outcomes.counts["complete"] += 1
             self._stop_recording()
             self.runner.run(follower.index)
             self.runner.stop(keep_from=follower.index)
             follower.learn()
+            follower.known.followed(follower.deviation, is_exact=follower.is_exact)
             created_bytes = self.outcomes.created(self._pager.table.created_bytes)
             if follower.is_exact and created_bytes > follower.known.created_bytes * _GROWTH:
                 follower.known.is_confirmed = False  # and so recorded again
@@ -290,7 +301,7 @@ class Iterations:
     def _end_elsewhere(self, follower: Follower) -> KnownTrace | None:
         """An iteration that was followed, and not to the end."""
         if self.recorder is None and follower.is_exact:
-            known = self._known.with_beginning(follower.known, follower.index)
+            known = self._with_same_beginning(follower)
             if known is not None:
                 self._next_origins = known.as_own(follower.origins())
                 return known
@@ -298,6 +309,12 @@ class Iterations:
                 self._left_at = follower.known, list(follower.pages), follower.index
                 self._start_recording()
         return None if self.recorder is None else self._end_recording()
+
+    def _with_same_beginning(self, follower: Follower) -> KnownTrace | None:
+        """The trace that is exactly what was done of the one that was followed."""
+        if not follower.is_exact:
+            return None
+        return self._known.with_beginning(follower.known, follower.index)
 
     def _end_recording(self) -> KnownTrace | None:
         recorder, left_at, shadow = self.recorder, self._left_at, self._shadow
@@ -342,6 +359,8 @@ class Iterations:
             known = self._known.confirmed()  # nobody has looked meanwhile what the program does
         self._is_resuming = False
         may_follow = known is not None and known.is_confirmed and not self._num_asked
+        if known is not None and known.is_inexact and self._may_record():
+            may_follow = known.is_inexact = False
         if not may_follow and self._may_record():
             self._start_recording()
             if known is not None:

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tvm_pager.memory import PageKind
 from tvm_pager.paging.trace_facts import TraceFacts
 
 if TYPE_CHECKING:
@@ -15,11 +16,15 @@ if TYPE_CHECKING:
     from tvm_pager.memory import Page
     from tvm_pager.paging.plan_book import PlanBook
     from tvm_pager.paging.recorder import Origin, Recording
-    from tvm_pager.planning import Limits
+    from tvm_pager.planning import Limits, Trace
 
 __all__ = ["UNKNOWN", "KnownTrace"]
 
 UNKNOWN = -1  # a successor that was not recorded
+
+_FADING = 0.75  # of a successor's weight, by each iteration that comes after the trace
+
+_KEPT = frozenset({PageKind.PARAM, PageKind.GRAD, PageKind.OPT_STATE, PageKind.BUFFER})
 
 
 class KnownTrace:
@@ -39,8 +44,9 @@ class KnownTrace:
         is_confirmed: whether the program has done it, or nearly it, twice, about as large.
         uses: of each page, the operations that name it, rising.
         created_bytes: device bytes of all pages that are born in it.
-        successor: id of the trace that came after it the last time; None: nothing did so far.
         last_followed: a number that rises with each iteration.
+        is_inexact: whether the program has done something else twice in a row, and the same: it is
+            worth a trace of its own.
         book: its plan; None: it has none.
         limits: what the plan was made for; None: nobody was asked for one.
     """
@@ -48,9 +54,11 @@ class KnownTrace:
     def __init__(self, id: int, recording: Recording) -> None:
         self.id = id
         self.is_confirmed = False
-        self.successor: int | None = None
         self.last_followed = 0
+        self.is_inexact = False
+        self._deviation = 0  # see `followed`
         self._num_misses = 0
+        self._successors: dict[int, float] = {}  # weights, by trace id
         self._facts: TraceFacts | None = None
         self.book: PlanBook | None = None
         self.limits: Limits | None = None
@@ -73,7 +81,7 @@ class KnownTrace:
             for number in op.reads:
                 uses[number].append(index)
         self.uses = uses
-        self.created_bytes = sum(page.frame_bytes for page in pages if page.born is not None)
+        self.created_bytes = _created_bytes(self.trace)
 
     @property
     def facts(self) -> TraceFacts:
@@ -113,8 +121,16 @@ class KnownTrace:
         )
 
     def confirm(self, recording: Recording) -> None:
-        """The program did it again: `recording` is better, as what came before is known."""
+        """The program did it again: `recording` is better, as what came before is known.
+
+        What was confirmed, and creates as much as before, keeps trace and plan.
+        """
         # Numbers of pages that no operation mentions depend on what came before.
+        if self.is_confirmed and self.created_bytes == _created_bytes(recording.trace):
+            for origin, number in recording.carried.items():
+                if number < self.num_mentioned:
+                    self.carried[origin] = number
+            return
         carried = {o: n for o, n in self.carried.items() if n < recording.num_mentioned}
         self._take(recording)
         self.carried = carried | self.carried
@@ -149,13 +165,37 @@ class KnownTrace:
                     pages[number] = page._replace(becomes=target)
         self.trace = replace(self.trace, pages=tuple(pages))
 
+    def followed(self, deviation: int, *, is_exact: bool) -> None:
+        """It has been followed to its end; see `Follower.deviation`."""
+        self.is_inexact = not is_exact and deviation == self._deviation
+        self._deviation = deviation
+
     def followed_by(self, known: KnownTrace | None) -> None:
         """What came after it; None: nobody knows. The second time that, it is worth a recording."""
         self._num_misses = 0 if known is not None else self._num_misses + 1
         if known is not None:
-            self.successor = known.id
-        elif self._num_misses > 1:
-            self.successor, self._num_misses = UNKNOWN, 0
+            self._successors = {id: _FADING * weight for id, weight in self._successors.items()}
+            self._successors[known.id] = self._successors.get(known.id, 0.0) + 1.0
+
+    @property
+    def successor(self) -> int | None:
+        """Id of the trace that comes after it most often of late; None: nothing did so far.
+
+        So one other iteration after a long run of equal ones (tokens, then a step of training)
+        makes nobody expect that after each of them.
+        """
+        if self._num_misses > 1:
+            return UNKNOWN
+        return max(self._successors, key=self._successors.__getitem__, default=None)
+
+    def forget(self, id: int) -> None:
+        """There is no trace of that id any more."""
+        self._successors.pop(id, None)
+
+    def is_input(self, number: int) -> bool:
+        """Whether the page comes from before the iteration, and no model or optimizer keeps it."""
+        page = self.trace.pages[number]
+        return page.born is None and page.kind not in _KEPT
 
     def next_use(self, number: int, index: int) -> int | None:
         """The first operation from `index` on that names the page; None: no more."""
@@ -182,3 +222,7 @@ class KnownTrace:
             )
             self._shared[other.id] = other._shared[self.id] = found
         return found
+
+
+def _created_bytes(trace: Trace) -> int:
+    return sum(page.frame_bytes for page in trace.pages if page.born is not None)

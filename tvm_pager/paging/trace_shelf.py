@@ -80,8 +80,8 @@ class TraceShelf:
         self._num_unknown = 0
         if not old.is_confirmed and old in self._known:
             self._known.remove(old)
-            if new.successor == old.id:
-                new.successor = None
+            for known in self._known:
+                known.forget(old.id)
 
     def expected(self, previous: KnownTrace | None) -> KnownTrace | None:
         """The trace that should come after `previous`; None: it is not known."""

@@ -2,10 +2,13 @@
 
 [Note: Boundaries]
     - `Pager.step()`, once it was called: nothing else from then on.
-    - The end of `optimizer.step()`: the first operation after it that is neither in another
-      optimizer's step nor in backward begins the next iteration. So two optimizers for one model
-      make one iteration, and so does an optimizer per parameter that steps inside backward; two
-      that alternate (GAN) make two. One of which no parameter and no gradient is a page belongs to
+    - The end of `optimizer.step()`: the next entry of a whole model begins the next iteration, and
+      what comes in between (a loss that is kept, a batch that is brought) belongs to the one
+      before: so a step of training begins alike whatever came before it, and as evaluation does.
+      In a program that enters none, the first operation after the step begins it that is neither
+      in another optimizer's step nor in backward. So two optimizers for one model make one
+      iteration, and so does an optimizer per parameter that steps inside backward; two that
+      alternate (GAN) make two. One of which no parameter and no gradient is a page belongs to
       another model, and counts for nothing.
     - Where no optimizer steps in between, the second and each later entry of a whole model without
       gradients (evaluation, generation), and the next entry with gradients after these. A single
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Boundaries"]
 
+_MANY = 50  # pages: what is created between an update and the next model at most
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -49,6 +53,8 @@ class Boundaries:
         self._after_update = after_update
         self._is_explicit = False
         self._num_quiet = 0  # whole models entered without gradients, one after the other
+        self._has_models = False  # whether the program enters whole models
+        self._pages_at_end: int | None = None  # created until the update that waits for a model
         # By id, steps of our optimizers that have begun: some drop gradients on the way.
         self._num_stepping: Counter[int] = Counter()
         # Through weak references: hooks are global, and must not keep a forgotten pager's slab and
@@ -69,10 +75,12 @@ class Boundaries:
         if self._is_explicit or not self._context.record.is_between():
             self._context.record.num_updating = 0  # a step that raised has no end
             return
+        self._has_models = True
+        is_over = self._pages_at_end is not None
         if torch.is_grad_enabled():
-            is_over, self._num_quiet = self._num_quiet > 1, 0
+            is_over, self._num_quiet = is_over or self._num_quiet > 1, 0
         else:
-            is_over = self._num_quiet > 0
+            is_over = is_over or self._num_quiet > 0
             self._num_quiet += 1
         if is_over:
             self._pass()
@@ -82,11 +90,16 @@ class Boundaries:
             hook.remove()
 
     def _pass(self) -> None:
+        self._pages_at_end = None
         with self._context.core.lock:
             self._context.core.iterations.pass_boundary()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._is_ours(optimizer):
+            created = self._context.core.table.num_created
+            if self._pages_at_end is not None and created > self._pages_at_end + _MANY:
+                self._has_models = False  # it has done an iteration, and entered none
+                self._pass()
             self._num_stepping[id(optimizer)] += 1
             self._context.record.num_updating += 1
 
@@ -103,8 +116,13 @@ class Boundaries:
         self._num_quiet = 0
         # An optimizer that calls another, or its base class, has ended with the outermost.
         if not self._is_explicit and not context.record.num_updating:
+            iterations = context.core.iterations
             with context.core.lock:
-                context.core.iterations.end_when(context.record.is_between)
+                if not self._has_models:
+                    iterations.end_when(context.record.is_between)
+                elif self._pages_at_end is None:
+                    iterations.end_when(None)
+                    self._pages_at_end = context.core.table.num_created
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a parameter or gradient is a page of this pager, or no plain tensor at all."""

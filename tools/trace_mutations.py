@@ -1,0 +1,126 @@
+"""The mutations of what is learned of programs that change: boundaries, traces, expectations."""
+
+from __future__ import annotations
+
+from tools.mutation import Mutation
+
+__all__ = ["TRACE_MUTATIONS"]
+
+_BOUNDARIES = "tvm_pager/runtime/boundaries.py"
+_FOLLOWER = "tvm_pager/paging/follower.py"
+_KNOWN = "tvm_pager/paging/known_trace.py"
+_TURNS = "tests/tensor/test_alternating_iterations.py::test_"
+_TRACES = "tests/unit/test_changing_traces.py::test_"
+
+TRACE_MUTATIONS = (
+    # --- where an iteration begins ---
+    Mutation(
+        "the next model begins an iteration, not what comes before it",
+        _BOUNDARIES,
+        "        self._has_models = True\n",
+        "        pass\n",
+        _TURNS + "what_comes_between_an_update_and_the_next_model_belongs_to_the_update",
+    ),
+    Mutation(
+        "a program that enters models no more has iterations",
+        _BOUNDARIES,
+        "if self._pages_at_end is not None and created >",
+        "if False and created >",
+        _TURNS + "a_program_that_enters_models_no_more_has_iterations_again",
+    ),
+    Mutation(
+        "what two optimizers create one after the other is no iteration",
+        _BOUNDARIES,
+        "created > self._pages_at_end + _MANY",
+        "created >= self._pages_at_end",
+        _TURNS + "two_optimizers_one_after_the_other_wait_for_one_model",
+    ),
+    # --- which page is which ---
+    Mutation(
+        "an input that the program keeps does not stand for the next one",
+        _FOLLOWER,
+        " and not self.known.is_input(number):",
+        ":",
+        _TRACES + "inputs_that_the_program_keeps_do_not_stand_for_the_next_ones",
+    ),
+    Mutation(
+        "an input that is replaced has no number any more",
+        _FOLLOWER,
+        "                    del self._numbers[replaced.id]\n",
+        "                    pass\n",
+        _TRACES + "an_input_that_is_replaced_has_no_number_any_more",
+    ),
+    Mutation(
+        "what is learned replaces what was known",
+        _FOLLOWER,
+        " and ((page := self.pages[number]) is None or page.id == page_id)\n",
+        "\n",
+        _TRACES + "an_input_that_is_replaced_has_no_number_any_more",
+    ),
+    # --- what comes next ---
+    Mutation(
+        "one other iteration after many equal ones is not expected after each",
+        _KNOWN,
+        "_FADING = 0.75",
+        "_FADING = 0.0",
+        _TRACES + "one_other_iteration_after_many_equal_ones_is_not_expected_after_each",
+    ),
+    Mutation(
+        "a program that has changed is expected to stay so",
+        _KNOWN,
+        "_FADING = 0.75",
+        "_FADING = 1.0",
+        _TRACES + "one_other_iteration_after_many_equal_ones_is_not_expected_after_each",
+    ),
+    # --- when something is recorded again ---
+    Mutation(
+        "a recording of what is known keeps its plan",
+        _KNOWN,
+        "        if self.is_confirmed and self.created_bytes",
+        "        if False and self.created_bytes",
+        _TRACES + "a_recording_of_what_is_known_keeps_trace_and_plan",
+    ),
+    Mutation(
+        "a recording of another size brings another plan",
+        _KNOWN,
+        "        if self.is_confirmed and self.created_bytes == _created_bytes(recording.trace):",
+        "        if self.is_confirmed:",
+        _TRACES + "a_recording_of_another_size_brings_another_plan",
+    ),
+    Mutation(
+        "an iteration that ends a little early was followed to its end",
+        _FOLLOWER,
+        "min(_MAX_TAIL, num_ops // _TAIL_PART)",
+        "0",
+        _TRACES + "an_iteration_that_ends_a_little_early_was_followed_to_its_end",
+    ),
+    Mutation(
+        "an iteration that ends much earlier was not",
+        _FOLLOWER,
+        "min(_MAX_TAIL, num_ops // _TAIL_PART)",
+        "_MAX_TAIL",
+        _TRACES + "an_iteration_that_ends_much_earlier_was_not",
+    ),
+    Mutation(
+        "what is done otherwise in the same way twice is recorded",
+        "tvm_pager/paging/iterations.py",
+        "            may_follow = known.is_inexact = False\n",
+        "            pass\n",
+        _TRACES + "what_is_done_otherwise_in_the_same_way_twice_is_recorded_then",
+    ),
+    Mutation(
+        "what is done otherwise in another way each time is not recorded",
+        _FOLLOWER,
+        "hash((self.deviation, index, name))",
+        "hash((self.deviation, name))",
+        _TRACES + "what_is_done_otherwise_in_another_way_each_time_is_not",
+    ),
+    Mutation(
+        "what is away since an earlier iteration need not leave",
+        "tvm_pager/paging/plan_runner.py",
+        "            if moment == 0 and isinstance(action, Evict):\n",
+        "            if False:\n",
+        "tests/unit/test_plan_runner.py::test_"
+        "what_is_away_since_an_earlier_iteration_is_no_action_that_lapsed",
+    ),
+)
