@@ -51,10 +51,12 @@ def consistent(pager):
         assert bool(tensor.isfinite().all())
 
 @contextlib.contextmanager
-def interrupted(delay_s, in_time=True):
+def interrupted(delay_s, begun=None):
     sent, is_covered = [], threading.Event()
     def send():
         is_covered.wait()
+        if begun is not None:
+            begun.wait(SLOW_S)
         time.sleep(delay_s)
         sent.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
@@ -129,7 +131,7 @@ with small_pager(tmp_path, device=76 * KIB) as pager:
         begun.clear()
         seconds[0] = SLOW_S
         for delay_s in (0.1, 0.3):
-            with interrupted(delay_s):
+            with interrupted(delay_s, begun):
                 run(Run(pager))
         assert begun.is_set()
         seconds[0] = 0.0
