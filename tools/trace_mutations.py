@@ -35,6 +35,34 @@ TRACE_MUTATIONS = (
         "created >= self._pages_at_end",
         _TURNS + "two_optimizers_one_after_the_other_wait_for_one_model",
     ),
+    Mutation(
+        "blocks that are called one by one make one iteration",
+        _BOUNDARIES,
+        "        is_again = id(model) in self._quiet\n",
+        "        is_again = bool(self._quiet)\n",
+        _TURNS + "blocks_that_a_program_calls_one_by_one_make_one_iteration",
+    ),
+    Mutation(
+        "blocks that are checkpointed make one iteration",
+        _BOUNDARIES,
+        "        is_again = id(model) in self._quiet\n",
+        "        is_again = bool(self._quiet)\n",
+        _TURNS + "blocks_that_are_checkpointed_make_one_iteration[True]",
+    ),
+    Mutation(
+        "a step of training after evaluation begins an iteration",
+        _BOUNDARIES,
+        "            is_over = is_over or self._is_quiet\n",
+        "",
+        _TURNS + "each_of_three_kinds_has_one_trace_in_the_end",
+    ),
+    Mutation(
+        "a module at whose entry recording ends is let go",
+        "tvm_pager/runtime/call_record.py",
+        "        if self._handles:  # else",
+        "        if True:  # else",
+        _TURNS + "a_model_at_whose_entry_recording_ends_is_let_go",
+    ),
     # --- which page is which ---
     Mutation(
         "an input that the program keeps does not stand for the next one",

@@ -254,7 +254,9 @@ def test_weights_that_are_prefetched_arrive_while_the_layer_before_computes(tmp_
     weights = [layer.weight.detach().cpu() for layer in plain]
     del plain
     host = NUM_LAYERS * WEIGHT_BYTES + 512 * MIB
-    with open_pager(tmp_path, device=budget, host=host) as pager, torch.inference_mode():
+    # A policy on demand: what is prefetched here is what the program asks for.
+    options = {"device": budget, "host": host, "policy": "lru"}
+    with open_pager(tmp_path, **options) as pager, torch.inference_mode():
         with torch.inference_mode(mode=False), torch.no_grad():
             layers = [nn.Linear(WIDTH, WIDTH, bias=False, device="cuda") for _ in weights]
             for layer, weight in zip(layers, weights, strict=True):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.tensor.test_recorded_iterations import num_iterations
 from tests.trials.harness import KIB, batch, mlp, small_pager
@@ -117,3 +121,52 @@ def test_two_optimizers_one_after_the_other_wait_for_one_model(tmp_path: Path) -
                 optimizer.zero_grad(set_to_none=False)
         assert num_iterations(pager) == 6
         del model, halves, optimizers, optimizer
+
+
+def test_blocks_that_a_program_calls_one_by_one_make_one_iteration(tmp_path: Path) -> None:
+    with small_pager(tmp_path, **OPTIONS) as pager:
+        blocks = [mlp(1) for _ in range(6)]
+        with torch.no_grad():
+            for index in range(8):
+                x = batch(index)
+                for block in blocks:
+                    x = block(x)
+        assert num_iterations(pager) == 7
+        assert counts_of(pager)["complete"] >= 4
+        del blocks, block, x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_blocks_that_are_checkpointed_make_one_iteration(
+    use_reentrant: bool, tmp_path: Path
+) -> None:
+    """Reentrant checkpointing turns gradients off, as evaluation does."""
+    with small_pager(tmp_path, **OPTIONS) as pager:
+        blocks = [mlp(1) for _ in range(6)]
+        parameters = [p for block in blocks for p in block.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=1e-2, foreach=False)
+        for index in range(8):
+            x = batch(index).requires_grad_()
+            for block in blocks:
+                x = checkpoint(block, x, use_reentrant=use_reentrant)
+            x.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert num_iterations(pager) == 7
+        assert counts_of(pager)["complete"] >= 4
+        del blocks, block, parameters, optimizer, x
+
+
+def test_a_model_at_whose_entry_recording_ends_is_let_go(tmp_path: Path) -> None:
+    """The hook that takes modules down was called once more after it had been removed."""
+    with small_pager(tmp_path, **OPTIONS) as pager:
+        pager.record()
+        model = mlp(6)
+        with torch.no_grad():
+            for index in range(4):
+                model(batch(index))
+        assert counts_of(pager)["recorded"] == 2
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None

@@ -10,9 +10,11 @@
       iteration, and so does an optimizer per parameter that steps inside backward; two that
       alternate (GAN) make two. One of which no parameter and no gradient is a page belongs to
       another model, and counts for nothing.
-    - Where no optimizer steps in between, the second and each later entry of a whole model without
-      gradients (evaluation, generation), and the next entry with gradients after these. A single
-      one, such as a teacher's, is part of its iteration.
+    - Where no optimizer steps in between, each entry without gradients of a whole model that was
+      entered so before in the iteration (evaluation, generation), and the next entry with gradients
+      after these. A single one, such as a teacher's, is part of its iteration; so are blocks that a
+      program calls one after the other, each of them a whole model, also where reentrant
+      checkpointing turns gradients off.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class Boundaries:
         self._context = context
         self._after_update = after_update
         self._is_explicit = False
-        self._num_quiet = 0  # whole models entered without gradients, one after the other
+        # Whole models that were entered without gradients in this iteration, by id.
+        self._quiet: set[int] = set()
+        self._is_quiet = False  # such an entry has begun this iteration, and no other one came
         self._has_models = False  # whether the program enters whole models
         self._pages_at_end: int | None = None  # created until the update that waits for a model
         # By id, steps of our optimizers that have begun: some drop gradients on the way.
@@ -70,7 +74,7 @@ class Boundaries:
         self._is_explicit = True
         self._pass()
 
-    def enter_model(self) -> None:
+    def enter_model(self, model: torch.nn.Module) -> None:
         """A whole model is about to run, and not as a part of another one."""
         if self._is_explicit or not self._context.record.is_between():
             self._context.record.num_updating = 0  # a step that raised has no end
@@ -78,12 +82,15 @@ class Boundaries:
         self._has_models = True
         is_over = self._pages_at_end is not None
         if torch.is_grad_enabled():
-            is_over, self._num_quiet = is_over or self._num_quiet > 1, 0
-        else:
-            is_over = is_over or self._num_quiet > 0
-            self._num_quiet += 1
-        if is_over:
+            is_over = is_over or self._is_quiet
+            if is_over:
+                self._pass()
+            return
+        is_again = id(model) in self._quiet
+        if is_over or is_again:
             self._pass()
+        self._quiet.add(id(model))
+        self._is_quiet = self._is_quiet or is_again
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -91,6 +98,8 @@ class Boundaries:
 
     def _pass(self) -> None:
         self._pages_at_end = None
+        self._quiet.clear()
+        self._is_quiet = False
         with self._context.core.lock:
             self._context.core.iterations.pass_boundary()
 
@@ -113,7 +122,8 @@ class Boundaries:
             return
         context.classify_optimizer(optimizer)
         self._after_update()
-        self._num_quiet = 0
+        self._quiet.clear()
+        self._is_quiet = False
         # An optimizer that calls another, or its base class, has ended with the outermost.
         if not self._is_explicit and not context.record.num_updating:
             iterations = context.core.iterations

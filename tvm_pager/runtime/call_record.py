@@ -119,7 +119,8 @@ class CallRecord:
         return self._last
 
     def _enter(self, module: torch.nn.Module) -> None:
-        self._stack.append(module)
+        if self._handles:  # else the hook before this one, at the same entry, has ended recording
+            self._stack.append(module)
 
     def _leave(self, module: torch.nn.Module) -> None:
         if module in self._stack:  # else recording began inside of it

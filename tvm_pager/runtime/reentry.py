@@ -32,7 +32,8 @@ class ModuleEntry:
 
     def __init__(self, context: PagingContext) -> None:
         self.watches_all = False
-        self.on_model: Callable[[], None] | None = None  # told when a whole model is called
+        # Told when a whole model is called.
+        self.on_model: Callable[[torch.nn.Module], None] | None = None
         self._context = context
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         # Whole models, in the order in which they were met.
@@ -104,7 +105,7 @@ class ModuleEntry:
                 return
             self.watch([module])  # for its names
         if self.on_model is not None and module in self._roots:
-            self.on_model()
+            self.on_model(module)
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and is_adoptable(self._context, tensor):
