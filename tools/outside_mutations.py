@@ -216,4 +216,18 @@ OUTSIDE_MUTATIONS = (
         "Pager(torch_device=torch_device, host=host)",
         _FIRST + "the_command_measures_whatever_policy_the_environment_names",
     ),
+    Mutation(
+        "of several processes one measures the machine",
+        "tvm_pager/observe/profile/cache.py",
+        "                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "                pass\n",
+        _FIRST + "of_two_processes_one_measures_and_the_other_waits_for_it",
+    ),
+    Mutation(
+        "who has waited for a measurement takes it",
+        "tvm_pager/observe/profile/cache.py",
+        "_kept(places, identity.key, say) if has_waited else None",
+        "None",
+        _FIRST + "of_two_processes_one_measures_and_the_other_waits_for_it",
+    ),
 )

@@ -167,6 +167,7 @@ def _hardware(
         is_quick=True,
         may_measure=may_measure,
         say=_log.info,
+        announce=_log.warning,
     )
 
 

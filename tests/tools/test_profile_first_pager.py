@@ -1,18 +1,22 @@
-"""The first pager of a machine measures it, with a pager: one that needs no profile itself."""
+"""The first pager of a machine measures it, alone, with a pager that needs no profile itself."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from tests.interpreter import start_program
 from tests.tools.profile_rig import QUICK_TINY
 from tvm_pager import Pager, assembly, cli
 from tvm_pager.observe.profile import cache
 from tvm_pager.pager import plain_pager
 
 if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tvm_pager.planning import HardwareProfile
@@ -52,3 +56,88 @@ def test_the_command_measures_whatever_policy_the_environment_names(
     assert cli.main(["profile", "--quick", "--torch-device", "cpu"]) == 0
     assert num_measured == []
     assert "launch" in capsys.readouterr().out
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+from tests.interpreter import start_program
+from tests.tools.profile_rig import TINY, no_pager
+from tvm_pager.observe.profile import cache, measure
+import time
+
+real = measure.measure
+def measured(*arguments):
+    print("measures", flush=True)
+    sys.stdin.readline()  # until it may
+    return real(*arguments)
+measure.measure = measured
+def say(line):
+    if "another process" in line:
+        print("waits", flush=True)
+profile = cache.load_or_measure(
+    no_pager, torch_device="cpu", effort=TINY, directory=Path(sys.argv[1]), say=say
+)
+print(profile.machine.measured_at, flush=True)
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Starts such processes; they end with the test, whatever becomes of it."""
+    with contextlib.ExitStack() as stack:
+
+        def start() -> subprocess.Popen[str]:
+            process = stack.enter_context(start_program(PROCESS, tmp_path / "cache"))
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def let_measure(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def test_of_two_processes_one_measures_and_the_other_waits_for_it(
+    started: Callable[[], subprocess.Popen[str]],
+) -> None:
+    first = started()
+    assert read_line(first) == "measures"
+    second = started()
+    assert read_line(second) == "waits"
+    let_measure(first)
+    found = read_line(first)
+    assert found
+    assert read_line(second) == found
+    assert (first.wait(), second.wait()) == (0, 0)
+
+
+def test_a_process_that_is_killed_while_it_measures_blocks_nobody(
+    started: Callable[[], subprocess.Popen[str]],
+) -> None:
+    first = started()
+    assert read_line(first) == "measures"
+    first.kill()
+    first.wait()
+    second = started()
+    assert read_line(second) == "measures"
+    let_measure(second)
+    assert read_line(second)
+    assert second.wait() == 0
+
+
+def test_what_takes_ten_seconds_is_told_before(num_measured: list[str], tmp_path: Path) -> None:
+    told: list[str] = []
+    for _ in range(2):
+        cache.load_or_measure(plain_pager, torch_device="cpu", is_quick=True, announce=told.append)
+    (text,) = told
+    assert "about ten seconds" in text
+    assert str(tmp_path) in text
