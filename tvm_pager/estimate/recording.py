@@ -41,8 +41,9 @@ def trace(
 
     Everything that the program makes counts as device memory, whatever device it asks for, except
     scalars that torch makes of Python numbers. An iteration ends with its last `optimizer.step()`,
-    as it does for the pager, or without one where the step returns. The step is called twice, and
-    the second time is traced, or up to four times until two in a row are alike.
+    or without one where the step returns. (For the pager it ends when the model is called again:
+    what brings the next batch is its last operations there, and the first ones here.) The step is
+    called twice, and the second time is traced, or up to four times until two in a row are alike.
 
     Takes about 0.2 ms of one core per operation, and the memory of the trace. Not to be called in
     two threads at a time.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tvm_pager.memory import PageState
 
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from tvm_pager.paging.plan_runner import PlanRunner
     from tvm_pager.paging.recorder import Origin
 
-__all__ = ["WINDOW", "Follower", "Guide", "Onlooker"]
+__all__ = ["WINDOW", "Departure", "Follower", "Guide", "Onlooker"]
 
 WINDOW = 500  # operations: about four layers of a transformer, backward included
 _MAX_TAIL = 50  # operations behind the end of a trace that make no other one of the iteration
 _TAIL_PART = 20  # and not more than this part of it at the end are left out
 _DEAD = PageState.DEAD
+
+Departure: TypeAlias = tuple[int, str]  # the operation that was to come, and what came instead
 
 
 class Guide(Protocol):
@@ -42,6 +44,13 @@ class Guide(Protocol):
         """Whether another trace has the same beginning and goes on so; then that one is followed.
 
         Asked at the first operation that does not fit.
+        """
+        ...
+
+    def departs(self, follower: Follower, departure: Departure) -> bool:
+        """Whether the trace is followed no longer, as what comes now is known to be another one.
+
+        Asked at the first operation that does not fit, and that no other trace goes on with.
         """
         ...
 
@@ -58,6 +67,9 @@ class Onlooker:
     """The `Guide` of a follower that only looks on."""
 
     def take_over(self, follower: Follower, name: str, pages: Sequence[Page]) -> bool:
+        return False
+
+    def departs(self, follower: Follower, departure: Departure) -> bool:
         return False
 
     def lost(self, follower: Follower, was_exact: bool) -> bool:
@@ -83,7 +95,8 @@ class Follower:
         num_lost: operations since the last one that fitted.
         num_resyncs: how often it was lost, or jumped, and found its place again.
         is_exact: whether everything so far was as in the trace, and nothing else.
-        deviation: a digest of all operations that were not, and their places.
+        departure: the first operation that was not, before the last few; None: there was none.
+        deviation: a digest of all of them.
     """
 
     def __init__(
@@ -99,6 +112,7 @@ class Follower:
         self.num_lost = 0
         self.num_resyncs = 0
         self.is_exact = True
+        self.departure: Departure | None = None
         self.deviation = 0
         self.pages: list[Page | None] = [None] * len(known.trace.pages)
         self._table = table
@@ -236,7 +250,12 @@ class Follower:
         if was_exact and self._guide.take_over(self, name, pages):
             return True
         self.is_exact = False
-        self.deviation = hash((self.deviation, index, name))
+        if not self.is_nearly_over:
+            self.deviation = hash((self.deviation, index, name))
+            if was_exact:
+                self.departure = index, name
+                if self._guide.departs(self, self.departure):
+                    return False
         found = self._search(name, distinct)
         if found is not None:
             self.num_resyncs += not self.num_lost

@@ -4,8 +4,8 @@
     Nothing is, while everything fits on the device and nobody asks. Else an iteration is recorded
     if none is known that could come now, and a second time when it, or nearly it, comes again: only
     then is the trace planned and followed. Where a known trace is left and not found again, the
-    iteration is recorded as a new one, what was followed included; and where it was left and found
-    again in the same way twice in a row (a token is nearly a batch of evaluation), the next one is.
+    iteration is recorded as a new one, what was followed included; and so it is where the trace was
+    left and found again in the same way four times (a token is nearly a batch of evaluation).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tvm_pager.memory import Page
+    from tvm_pager.paging.follower import Departure
     from tvm_pager.paging.known_trace import KnownTrace
     from tvm_pager.paging.pager import DemandPager
     from tvm_pager.paging.planner import Planner
@@ -230,13 +231,22 @@ class Iterations:
                 return True
         return False
 
+    def departs(self, follower: Follower, departure: Departure) -> bool:
+        """See `follower.Guide`."""
+        if not self._may_record() or not follower.known.is_left_at(departure):
+            return False
+        self.runner.stop()
+        self.follower = None
+        self._record_on(follower)
+        self._watch.listen(self._record)
+        return True
+
     def lost(self, follower: Follower, was_exact: bool) -> bool:
         """See `follower.Guide`."""
         if follower.num_lost > WINDOW:
             self._leave(follower)
         elif was_exact and self._may_record():
-            self._left_at = follower.known, list(follower.pages), follower.index
-            self._start_recording()
+            self._record_on(follower)
         return self.recorder is None
 
     def found(self, follower: Follower) -> None:
@@ -287,7 +297,7 @@ class Iterations:
             self.runner.run(follower.index)
             self.runner.stop(keep_from=follower.index)
             follower.learn()
-            follower.known.followed(follower.deviation, is_exact=follower.is_exact)
+            follower.known.followed(follower.departure, follower.deviation)
             created_bytes = self.outcomes.created(self._pager.table.created_bytes)
             if follower.is_exact and created_bytes > follower.known.created_bytes * _GROWTH:
                 follower.known.is_confirmed = False  # and so recorded again
@@ -308,8 +318,7 @@ class Iterations:
                 self._next_origins = known.as_own(follower.origins())
                 return known
             if self._may_record():
-                self._left_at = follower.known, list(follower.pages), follower.index
-                self._start_recording()
+                self._record_on(follower)
         return None if self.recorder is None else self._end_recording()
 
     def _with_same_beginning(self, follower: Follower) -> KnownTrace | None:
@@ -361,8 +370,6 @@ class Iterations:
             known = self._known.confirmed()  # nobody has looked meanwhile what the program does
         self._is_resuming = False
         may_follow = known is not None and known.is_confirmed and not self._num_asked
-        if known is not None and known.is_inexact and self._may_record():
-            may_follow = known.is_inexact = False
         if not may_follow and self._may_record():
             self._start_recording()
             if known is not None:
@@ -405,6 +412,11 @@ class Iterations:
         self.recorder = Recorder(self._pager.table, self._clock, self._origins)
         self._pager.recorder = self.recorder
         self.on_recording(True)
+
+    def _record_on(self, follower: Follower) -> None:
+        """The same, of an iteration that was followed up to here."""
+        self._left_at = follower.known, list(follower.pages), follower.index
+        self._start_recording()
 
     def _stop_recording(self) -> None:
         self._left_at = self._shadow = None

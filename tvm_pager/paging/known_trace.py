@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tvm_pager.memory import Page
+    from tvm_pager.paging.follower import Departure
     from tvm_pager.paging.plan_book import PlanBook
     from tvm_pager.paging.recorder import Origin, Recording
     from tvm_pager.planning import Limits, Trace
@@ -23,6 +24,8 @@ __all__ = ["UNKNOWN", "KnownTrace"]
 UNKNOWN = -1  # a successor that was not recorded
 
 _FADING = 0.75  # of a successor's weight, by each iteration that comes after the trace
+_LEAST_WEIGHT = 0.01
+_NUM_ALIKE = 4  # iterations that have left a trace in the same way
 
 _KEPT = frozenset({PageKind.PARAM, PageKind.GRAD, PageKind.OPT_STATE, PageKind.BUFFER})
 
@@ -45,8 +48,6 @@ class KnownTrace:
         uses: of each page, the operations that name it, rising.
         created_bytes: device bytes of all pages that are born in it.
         last_followed: a number that rises with each iteration.
-        is_inexact: whether the program has done something else twice in a row, and the same: it is
-            worth a trace of its own.
         book: its plan; None: it has none.
         limits: what the plan was made for; None: nobody was asked for one.
     """
@@ -55,8 +56,8 @@ class KnownTrace:
         self.id = id
         self.is_confirmed = False
         self.last_followed = 0
-        self.is_inexact = False
-        self._deviation = 0  # see `followed`
+        # Deviations of iterations that were followed to their end, and how often, by departure.
+        self._deviations: dict[Departure, tuple[int, int]] = {}
         self._num_misses = 0
         self._successors: dict[int, float] = {}  # weights, by trace id
         self._facts: TraceFacts | None = None
@@ -165,16 +166,28 @@ class KnownTrace:
                     pages[number] = page._replace(becomes=target)
         self.trace = replace(self.trace, pages=tuple(pages))
 
-    def followed(self, deviation: int, *, is_exact: bool) -> None:
-        """It has been followed to its end; see `Follower.deviation`."""
-        self.is_inexact = not is_exact and deviation == self._deviation
-        self._deviation = deviation
+    def followed(self, departure: Departure | None, deviation: int) -> None:
+        """It has been followed to its end; see the attributes of `Follower`."""
+        if departure is not None:
+            before, num = self._deviations.get(departure, (deviation, 0))
+            self._deviations[departure] = deviation, num + 1 if before == deviation else 1
+
+    def is_left_at(self, departure: Departure) -> bool:
+        """Whether the program goes its own way from there on, the same each time so far.
+
+        Then that is worth a trace of its own.
+        """
+        return self._deviations.get(departure, (0, 0))[1] >= _NUM_ALIKE
 
     def followed_by(self, known: KnownTrace | None) -> None:
         """What came after it; None: nobody knows. The second time that, it is worth a recording."""
         self._num_misses = 0 if known is not None else self._num_misses + 1
         if known is not None:
-            self._successors = {id: _FADING * weight for id, weight in self._successors.items()}
+            self._successors = {
+                id: _FADING * weight
+                for id, weight in self._successors.items()
+                if weight > _LEAST_WEIGHT
+            }
             self._successors[known.id] = self._successors.get(known.id, 0.0) + 1.0
 
     @property
