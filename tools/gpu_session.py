@@ -1,4 +1,4 @@
-"""Runs everything that needs a GPU in one sitting of ten minutes, and keeps what it printed.
+"""Runs demo, soak and benchmarks on a GPU in one sitting of ten minutes; keeps what they printed.
 
     python tools/gpu_session.py --out results
     python tools/gpu_session.py --out results --dry-run-cpu    # tiny sizes and no GPU
@@ -9,7 +9,8 @@ part, so that a session that is cut short leaves what it had. Few files: one log
 come the tails of what failed, and last a table.
 
 The demonstration takes its weights from the file that the variable TVM_DEMO_GGUF names, else from
-the package that ships them, else it makes random ones. Nothing is installed.
+the package that ships them, else it makes random ones. Nothing is installed. The tests are another
+sitting: tools/gpu_tests.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import signal
 import subprocess
 import sys
@@ -57,12 +57,6 @@ def list_parts(*, is_dry_run: bool) -> list[Part]:
     llama = [python, "tools/bench_llama.py", "--json", _JSON]
     overlap = [python, "tools/overlap.py"]
     soak = [python, "tools/soak.py", "--seed", "1", "--json", _JSON]
-    # Without the repository's settings: they name a version of pytest, which another machine need
-    # not have, and there a library's warning must not cost the session.
-    pytest = [python, "-m", "pytest", "-c", os.devnull, "--rootdir", str(_ROOT), "-q"]
-    pytest += ["-p", "no:cacheprovider", "--import-mode=importlib", "--tb=short", "-W", "default"]
-    pytest += ["-W", "ignore::pytest.PytestUnknownMarkWarning", "-m", "gpu", "--timeout", "120"]
-    pytest += ["--maxfail=30", "--durations=8", *_gpu_tests()]
     if is_dry_run:
         few = ["--rounds", "1", "--blocks", "1", "--calls", "20"]
         small = ["--model", "tiny", "--torch-device", "cpu", "--batch", "2", "--seq", "32"]
@@ -71,7 +65,6 @@ def list_parts(*, is_dry_run: bool) -> list[Part]:
         small += ["--segment-bytes", "64KiB"]
         tiny = ["--tiny", "--torch-device", "cpu", "--steps", "1", "--seq", "16", "--tokens", "2"]
         return [
-            Part("pytest", pytest, 60),  # skips them all, where there is no GPU
             Part("demo", [*demo, *tiny], 120),
             Part("dispatch", [*dispatch, *few], 60, num_lines=6),
             Part("llama-tiny", [*llama, *small], 60, num_lines=2),
@@ -81,20 +74,13 @@ def list_parts(*, is_dry_run: bool) -> list[Part]:
     budget = ["--budgets", "20GB", "--policy", "lru"]
     long = ["--iterations", "300", "--every", "25"]
     return [
-        Part("pytest", pytest, 230),
-        Part("demo", [*demo, *cuda], 80),
+        Part("demo", [*demo, *cuda], 150),
         Part("soak", [*soak, *cuda, *long], 50),
         Part("overlap", [*overlap, "--host-lines", "0"], 50, num_lines=4),
         Part("dispatch", [*dispatch, *cuda], 30, num_lines=6),
         Part("llama-0.95b", [*llama, "--model", "0.95b", *budget, "--host", "16GiB"], 45, 2),
         Part("llama-3.5b", [*llama, "--model", "3.5b", *budget, "--host", "44GiB"], 105, 2),
     ]
-
-
-def _gpu_tests() -> list[str]:
-    """What pytest collects: not the sweep over torch's operators, which takes minutes."""
-    unit = sorted((_ROOT / "tests" / "unit").glob("test_torch_*.py"))
-    return ["tests/gpu", *(str(path.relative_to(_ROOT)) for path in unit)]
 
 
 @contextlib.contextmanager
@@ -195,45 +181,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def failure_lines(session: dict[str, Any], out: Path) -> list[str]:
-    """Gives the ends of what failed: of each failing test, and of the log of each other part.
-
-    They share the lines that a person reads at one go; a part that failed keeps at least ten.
-    """
+    """Gives the ends of the logs of what failed; they share what a person reads at one go."""
     failed = [name for name, result in session["parts"].items() if result["exit_code"] != 0]
-    others = [name for name in failed if name != "pytest"]
+    each = max(10, _MAX_TAIL_LINES // max(1, len(failed)) - 1)
     lines: list[str] = []
-    for name in others:
-        lines += [f"--- {name} ---", *_log_lines(out, name)[-10:]]
-    if "pytest" in failed:
-        log = _log_lines(out, "pytest")
-        tests = _failing_tests(log)
-        room = _MAX_TAIL_LINES - len(lines) - 1
-        each = max(3, room // max(1, len(tests)))
-        tails = [line for test in tests for line in _shorten(test, each)]
-        lines = ["--- pytest ---", *(tails or log[-room:])[:room], *lines]
+    for name in failed:
+        lines += [f"--- {name} ---", *_log_lines(out, name)[-each:]]
     return [line[:200] for line in lines[:_MAX_TAIL_LINES]]
-
-
-def _failing_tests(log: Sequence[str]) -> list[list[str]]:
-    """Cuts pytest's report into one block per failing test, its heading first."""
-    blocks: list[list[str]] = []
-    is_open = False
-    for line in log:
-        if re.fullmatch(r"_{2,} .+ _{2,}", line):
-            blocks.append([line])
-            is_open = True
-        elif re.fullmatch(r"=+ .* =+", line):
-            is_open = False
-        elif is_open and line.strip():
-            blocks[-1].append(line)
-    return blocks
-
-
-def _shorten(test: list[str], num_lines: int) -> list[str]:
-    """Keeps the heading, and the error from the place where it was raised on."""
-    first = next((i for i, line in enumerate(test) if line.startswith("E  ")), len(test))
-    begin = max(1, min(first - 2, len(test) - num_lines + 1))
-    return [test[0], *test[begin : begin + num_lines - 1]]
 
 
 def _describe_system() -> dict[str, Any]:
