@@ -7,6 +7,7 @@ from tools.mutation import Mutation
 __all__ = ["ROOM_MUTATIONS"]
 
 _ORDER = "tests/model/test_write_back_order.py::test_"
+_SMALL = "tests/unit/test_small_pages.py::test_"
 _HOLDS = "tests/unit/test_holds.py::test_"
 
 ROOM_MUTATIONS = (
@@ -44,5 +45,33 @@ ROOM_MUTATIONS = (
         "                if not self._flight.settle_any():\n                    raise\n",
         "                raise\n",
         _ORDER + "an_eviction_waits_for_frames_that_a_fetch_is_about_to_free",
+    ),
+    Mutation(
+        "small pages stay in the slab while larger ones make room",
+        "tvm_pager/paging/host_room.py",
+        "            self._view.spares_small = True\n",
+        "            pass\n",
+        _SMALL + "larger_pages_go_to_the_disk_although_small_ones_were_used_earlier",
+    ),
+    Mutation(
+        "small pages go where nothing else can",
+        "tvm_pager/paging/host_room.py",
+        "        if victims is None:\n",
+        "        if not self._spares_small:\n",
+        _SMALL + "small_pages_go_where_nothing_else_can",
+    ),
+    Mutation(
+        "small pages that take much of the slab go as any other",
+        "tvm_pager/paging/host_room.py",
+        " and sum(small) * _SMALL_PART <= capacity_bytes",
+        "",
+        _SMALL + "small_pages_that_are_many_go_as_any_other[_SMALL_PART]",
+    ),
+    Mutation(
+        "small pages that are many go as any other",
+        "tvm_pager/paging/host_room.py",
+        "len(small) <= _MOST_SMALL and ",
+        "",
+        _SMALL + "small_pages_that_are_many_go_as_any_other[_MOST_SMALL]",
     ),
 )

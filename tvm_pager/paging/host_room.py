@@ -1,4 +1,11 @@
-"""Room in the slab: copies that are redundant are dropped, the rest goes to NVMe."""
+"""Room in the slab: copies that are redundant are dropped, the rest goes to NVMe.
+
+[Note: Small pages]
+    A disk takes as long for a bias as for a quarter of a megabyte, or for several on a network. So
+    pages up to 64 KiB stay in the slab, whatever the policy, as long as larger ones make room and
+    they take a sixteenth of it at most; else they go as any other. There are not more of them than
+    a policy can pass over quickly, each time that it chooses.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ from typing import TYPE_CHECKING
 from tvm_pager.errors import TransferError
 from tvm_pager.memory import Page, PageState, Tier
 from tvm_pager.paging.frame_pieces import between_frames
-from tvm_pager.paging.view import host_frame_bytes
+from tvm_pager.paging.view import host_frame_bytes, is_small
 from tvm_pager.transfer.protocol import Lane, Piece, Priority
 
 if TYPE_CHECKING:
@@ -18,6 +25,10 @@ if TYPE_CHECKING:
     from tvm_pager.paging.view import PagerView
 
 __all__ = ["HostRoom"]
+
+_SMALL_PART = 16  # of the slab, one part of so many
+_MOST_SMALL = 4096
+_COUNT_EVERY = 256  # choices: counting takes O(pages)
 
 
 class HostRoom:
@@ -49,6 +60,8 @@ class HostRoom:
         self._policy = policy
         self._view = view
         self._demoting: dict[int, Page] = {}  # oldest first; what has arrived is dropped late
+        self._num_choices = 0
+        self._spares_small = False
 
     def free(self, need_bytes: int) -> bool:
         """Blocks, with the lock given up, until `need_bytes` are free; False if they cannot be."""
@@ -126,7 +139,15 @@ class HostRoom:
         return True
 
     def _start(self, nbytes: int, priority: Priority) -> bool:
-        victims = self._policy.victims(nbytes, self._view)
+        victims = None
+        if self._may_spare_small():
+            self._view.spares_small = True
+            try:
+                victims = self._policy.victims(nbytes, self._view)
+            finally:
+                self._view.spares_small = False
+        if victims is None:
+            victims = self._policy.victims(nbytes, self._view)
         # All of them leave: `any` over a generator would stop at the first that did.
         started = [
             self.demote(page, priority)
@@ -134,6 +155,19 @@ class HostRoom:
             if (page := self._table.pages[victim.page_id]).tickets == ()
         ]
         return any(started)
+
+    def _may_spare_small(self) -> bool:
+        if self._num_choices % _COUNT_EVERY == 0:
+            small = [
+                host_frame_bytes(page)
+                for page in self._table.pages.values()
+                if page.state is PageState.EVICTED and is_small(page)
+            ]
+            capacity_bytes = self._table.frames[Tier.HOST].capacity_bytes
+            has_few = len(small) <= _MOST_SMALL and sum(small) * _SMALL_PART <= capacity_bytes
+            self._spares_small = has_few
+        self._num_choices += 1
+        return self._spares_small
 
     def _drop_redundant(self, need_bytes: int) -> bool:
         """Where NVMe takes nothing: gives up copies of pages that are on the device. O(pages)."""

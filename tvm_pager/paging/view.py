@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 __all__ = ["PagerView"]
 
 
+_SMALL_BYTES = 64 << 10  # 0.1 ms of a disk that takes that long, or fifty times, for any request
+
+
 class PagerView:
     """Read-only for policies; the pager rebinds it to a tier before each decision."""
 
     def __init__(self, table: PageTable) -> None:
         self.in_use: Collection[int] = ()  # ids of the operands of operations that are running now
         self._table = table
+        self.spares_small = False  # see [Note: Small pages] in host_room.py
         self._tier = Tier.DEVICE
         self._follow: Callable[[], Follower | None] = lambda: None
         self._following: Callable[[], Follower | None] = lambda: None
@@ -87,7 +91,7 @@ class PagerView:
             return False
         if page.state is PageState.RESIDENT:
             return True  # the device has the bytes, so the host's frames are redundant
-        if page.state is not PageState.EVICTED:
+        if page.state is not PageState.EVICTED or (self.spares_small and is_small(page)):
             return False
         unique = sum(segment.nbytes for segment in page.segments if segment.nvme is None)
         return not unique or unique + COMMIT_ALIGNMENT <= self._table.frames[Tier.NVME].free_bytes
@@ -133,6 +137,11 @@ class PagerView:
         """Who follows a trace, and the page's number in it."""
         follower = self._follow()
         return follower, None if follower is None else follower.number_of(page_id)
+
+
+def is_small(page: Page) -> bool:
+    """Whether the time to ask a disk for the page counts, and its bytes do not."""
+    return page.nbytes <= _SMALL_BYTES
 
 
 def host_frame_bytes(page: Page) -> int:
