@@ -7,6 +7,7 @@ import pytest
 from tests.model.programs import FRAME, Rig
 from tvm_pager.memory import PageState
 from tvm_pager.paging import host_room, view
+from tvm_pager.transfer.protocol import Lane
 
 LARGE, SMALL = 4 * FRAME, 256
 
@@ -49,6 +50,8 @@ def test_small_pages_go_where_nothing_else_can(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(host_room, "_SMALL_PART", 1)
     rig = filled(num_small=40, num_large=2, host=16)
     assert on_disk(rig, "s") > 10
+    # From the slab, in the order of their use: not those that leave the device last, past it.
+    assert rig.backend.bytes_by_lane[Lane.H2N] >= 10 * SMALL
     rig.end()
 
 
