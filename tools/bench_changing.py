@@ -27,12 +27,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it runs as a script
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import tvm_pager
-from tools.bench_llama import synchronise
+from tools.bench_llama import fix_kernels, synchronise
 from tools.changing_programs import PROGRAMS, SCALES, Program
+from tvm_pager.observe.table import format_rows
 from tvm_pager.units import format_bytes
 
 __all__ = ["main"]
@@ -102,46 +101,41 @@ def compare(args: argparse.Namespace, name: str) -> dict[str, Any]:
     return row
 
 
-def _table(rows: list[dict[str, Any]], args: argparse.Namespace) -> Table:
-    table = Table(title=f"{args.iterations} iterations, {args.share:.0%} of the memory needed")
-    for column in ("program", "needs", "plain", "policy", "seconds", "x LRU", "moved", "bits"):
-        table.add_column(column, justify="left" if column in ("program", "policy") else "right")
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [["program, policy", "needs", "plain", "seconds", "x LRU", "moved", "bits"]]
     for row in rows:
         for policy, cell in row["policies"].items():
-            table.add_row(
-                row["program"],
+            line = [
+                f"{row['program']}, {policy}",
                 format_bytes(row["need_bytes"]),
                 f"{row['plain_s']:.2f}",
-                policy,
                 " ".join(f"{seconds:.2f}" for seconds in cell["seconds"]),
                 " ".join(f"{ratio:.2f}" for ratio in cell["ratios"]),
                 format_bytes(int(statistics.median(cell["moved_bytes"]))),
                 "equal" if row["is_equal"] and cell["is_equal"] else "DIFFERENT",
-            )
-    return table
+            ]
+            lines.append(line)
+    return format_rows(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures; returns 0 if every program gave the right bits within the bound."""
     args = _parse(argv)
-    torch.use_deterministic_algorithms(True)  # the same kernels everywhere, as in bench_llama
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    fix_kernels()
     rows = []
     for name in args.programs:
         rows.append(compare(args, name))
         if args.json is not None:  # after each one, so that a time limit costs one only
             args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    console = Console(width=120)
-    console.print(_table(rows, args))
+    print(f"{args.iterations} iterations, {args.share:.0%} of the memory needed")
+    print("\n".join(_table(rows)))
     cells = [(row, policy, cell) for row in rows for policy, cell in row["policies"].items()]
     for row, policy, cell in cells:
         if cell["plans"]:
-            console.print(f"{row['program']}, {policy}: {cell['plans']}")
+            print(f"{row['program']}, {policy}: {cell['plans']}")
     worst = max(statistics.median(cell["ratios"]) for _, _, cell in cells)
     is_met = worst <= args.bound
-    console.print(
-        f"worst: {worst:.2f} x LRU, bound {args.bound:.2f}: {'met' if is_met else 'MISSED'}"
-    )
+    print(f"worst: {worst:.2f} x LRU, bound {args.bound:.2f}: {'met' if is_met else 'MISSED'}")
     is_equal = all(row["is_equal"] and cell["is_equal"] for row, _, cell in cells)
     return 0 if is_met and is_equal else 1
 

@@ -13,6 +13,7 @@ foreach=False everywhere: the loop over single tensors is what torch takes for p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
@@ -21,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import torch
 import tvm_pager
 from tvm_pager.units import format_bytes, parse_bytes
 
-__all__ = ["MODELS", "main", "synchronise"]
+__all__ = ["MODELS", "building", "fix_kernels", "main", "make_llama", "synchronise"]
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
 
@@ -49,33 +50,53 @@ MODELS: dict[str, dict[str, int]] = {
 _MAX_HOST_BYTES = 100 * 2**30
 
 
+@contextlib.contextmanager
+def building(torch_device: str, dtype: torch.dtype) -> Iterator[None]:
+    """What is made inside lies on the device, has that dtype, and the same weights each time."""
+    torch.manual_seed(0)
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(torch_device):
+            yield
+    finally:
+        torch.set_default_dtype(default_dtype)
+
+
+def make_llama(name: str, sequence: int) -> torch.nn.Module:
+    """One of `MODELS`, for sequences up to that length, 4096 at least."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = MODELS[name]
+    config = LlamaConfig(
+        **shape,
+        num_key_value_heads=shape["num_attention_heads"],
+        max_position_embeddings=max(4096, sequence),
+        tie_word_embeddings=False,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    model: torch.nn.Module = LlamaForCausalLM(config)
+    return model
+
+
+def fix_kernels() -> None:
+    """So that equal bits mean something: the same kernels, and none that adds in any order."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
 class Trainer:
     """One model, its optimizer and its batch; `step()` is a user's training step."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        shape = MODELS[args.model]
-        config = LlamaConfig(
-            **shape,
-            num_key_value_heads=shape["num_attention_heads"],
-            max_position_embeddings=max(4096, args.seq),
-            tie_word_embeddings=False,
-            use_cache=False,
-            attn_implementation="sdpa",
-        )
-        torch.manual_seed(0)  # every trainer starts from the same weights
-        default_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(getattr(torch, args.dtype))
-        try:
-            with torch.device(args.torch_device):
-                self.model: torch.nn.Module = LlamaForCausalLM(config)
-        finally:
-            torch.set_default_dtype(default_dtype)
+        with building(args.torch_device, getattr(torch, args.dtype)):
+            self.model = make_llama(args.model, args.seq)
         self.model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
         generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(0, shape["vocab_size"], (args.batch, args.seq), generator=generator)
+        vocabulary = MODELS[args.model]["vocab_size"]
+        ids = torch.randint(0, vocabulary, (args.batch, args.seq), generator=generator)
         self.ids = ids.to(args.torch_device)
         self.losses: list[torch.Tensor] = []
 
@@ -212,9 +233,7 @@ def _reset_peaks() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures part by part and returns 0 if none failed."""
     args = _parse(argv)
-    # So that equal losses mean something: the same kernels, and none that adds in any order.
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    fix_kernels()
     document: dict[str, Any] = {
         "model": args.model,
         "batch": args.batch,

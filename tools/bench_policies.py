@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it ru
 import torch
 
 import tvm_pager
-from tools.bench_llama import MODELS, Trainer, synchronise
+from tools.bench_llama import MODELS, Trainer, fix_kernels, synchronise
 from tools.block_meters import Clock, Others
 from tools.policy_table import Block, Cell, bound_of, format_cells, kind_bytes, simulate_cells
 from tvm_pager.memory import Tier
@@ -282,8 +282,7 @@ def _say(text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures budget by budget; returns 0 if under each of them something ran."""
     args = _parse(argv)
-    torch.use_deterministic_algorithms(True)  # the same kernels everywhere, as in bench_llama
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    fix_kernels()
     document: dict[str, Any] = {
         **{name: getattr(args, name) for name in ("model", "batch", "seq", "dtype", "host")},
         "policies": args.policies,

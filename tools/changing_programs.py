@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import inspect
 import random
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tools.bench_llama import MODELS
+from tools.bench_llama import MODELS, building, make_llama
 
 __all__ = ["PROGRAMS", "SCALES", "Program", "Scale"]
 
@@ -43,7 +44,7 @@ SCALES = {
 }  # fmt: skip
 
 
-class Program:
+class Program(abc.ABC):
     """A model in training, built from fixed seeds; `iterate(i)` runs the i-th iteration.
 
     What it gives is kept, not read: reading would wait for the device.
@@ -51,22 +52,18 @@ class Program:
 
     def __init__(self, scale: Scale, device: str) -> None:
         self.scale, self.device = scale, device
-        torch.manual_seed(0)
-        default_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(scale.dtype)
-        try:
-            with torch.device(device):
-                self.model = self.build()
-        finally:
-            torch.set_default_dtype(default_dtype)
+        with building(device, scale.dtype):
+            self.model = self.build()
         # Single tensors: what torch takes for paged parameters.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
 
+    @abc.abstractmethod
     def build(self) -> nn.Module:
-        raise NotImplementedError
+        """Makes the model, where and as the caller says."""
 
+    @abc.abstractmethod
     def iterate(self, i: int) -> torch.Tensor:
-        raise NotImplementedError
+        """Runs one iteration; gives its loss, or what stands for it."""
 
     def learn(self, loss: torch.Tensor) -> torch.Tensor:
         """Backward, update, and the loss."""
@@ -83,17 +80,7 @@ class Llama(Program):
     """What the next two train."""
 
     def build(self) -> nn.Module:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        shape = MODELS[self.scale.model]
-        config = LlamaConfig(
-            **shape,
-            num_key_value_heads=shape["num_attention_heads"],
-            max_position_embeddings=4096,
-            tie_word_embeddings=False,
-            attn_implementation="sdpa",
-        )
-        return LlamaForCausalLM(config)
+        return make_llama(self.scale.model, self.scale.sequence)
 
     def tokens(self, i: int, length: int) -> torch.Tensor:
         size = (self.scale.batch, length)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Part", "list_parts", "main"]
+__all__ = ["Part", "environment_of", "list_parts", "main", "run_part"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 _JSON = "{json}"  # in a command: the file that the part writes its figures to
@@ -101,14 +101,19 @@ def _find_weights(environment: Mapping[str, str]) -> Iterator[list[str]]:
             yield [shelf]
 
 
+def environment_of(import_paths: Sequence[str] = ()) -> dict[str, str]:
+    """What a part runs in: it finds this checkout first, and its output is in the log at once."""
+    paths = [str(_ROOT), *import_paths, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
 def run_part(
     part: Part, out: Path, limit_s: float, import_paths: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Runs one part to its end or its limit; its output goes to `<name>.log`."""
     json_file = out / f"{part.name}.json"
     command = [str(json_file) if word == _JSON else word for word in part.command]
-    paths = [str(_ROOT), *import_paths, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    environment = environment_of(import_paths)
     started_s = time.monotonic()
     with (out / f"{part.name}.log").open("wb") as log:
         # A session of its own, so that the limit ends grandchildren too (the demo's workers).

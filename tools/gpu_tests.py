@@ -25,6 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it runs as a script
+
+from tools.gpu_session import Part, environment_of, run_part
+
 __all__ = ["Run", "main"]
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -84,7 +88,7 @@ def collect(only: Sequence[str]) -> list[str]:
     """
     command = _pytest("--collect-only", "--continue-on-collection-errors", "tests")
     done = subprocess.run(
-        command, cwd=_ROOT, env=_environment(), capture_output=True, text=True, check=False
+        command, cwd=_ROOT, env=environment_of(), capture_output=True, text=True, check=False
     )
     lines = done.stdout.splitlines()
     for line in lines:
@@ -94,29 +98,13 @@ def collect(only: Sequence[str]) -> list[str]:
     return [t for t in tests if not only or any(part in t.partition("::")[0] for part in only)]
 
 
-def _environment() -> dict[str, str]:
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-
-
 def execute(run: Run, out: Path, limit_s: float, deadline_s: float) -> Run:
     """Runs one process to its end or a limit; its output goes to `<name>.log`."""
-    started_s = time.monotonic()
-    limit_s = min(limit_s, deadline_s - started_s)
+    limit_s = min(limit_s, deadline_s - time.monotonic())
     if limit_s > 0:
-        command = _pytest(run.target)
-        log = out / f"{run.name}.log"
-        with log.open("wb") as stream:
-            process = subprocess.Popen(
-                command, cwd=_ROOT, env=_environment(), stdout=stream, stderr=stream
-            )
-            try:
-                run.exit_code = process.wait(timeout=limit_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        run.text = log.read_text(encoding="utf-8", errors="replace")
-    run.seconds = time.monotonic() - started_s
+        result = run_part(Part(run.name, _pytest(run.target)), out, limit_s)
+        run.exit_code, run.seconds = result["exit_code"], result["seconds"]
+        run.text = (out / f"{run.name}.log").read_text(encoding="utf-8", errors="replace")
     return run
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools import gpu_tests
+from tools import gpu_session, gpu_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +39,8 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tests / "gpu" / "test_endless.py").write_text(mark + "def test_e(): time.sleep(600)\n")
     (tests / "test_other.py").write_text("def test_f(): assert False\n")
     (tests / "test_broken.py").write_text("import no_such_package\n")
-    monkeypatch.setattr(gpu_tests, "_ROOT", tmp_path)
+    for module in (gpu_tests, gpu_session):
+        monkeypatch.setattr(module, "_ROOT", tmp_path)
     monkeypatch.setattr(gpu_tests, "_ALONE", frozenset({"tests/gpu/test_bad.py"}))
     monkeypatch.setattr(gpu_tests, "_CUT", frozenset({"tests/gpu/test_good.py"}))
     return tmp_path

@@ -61,10 +61,8 @@ def test_the_command_measures_whatever_policy_the_environment_names(
 PROCESS = """
 import sys
 from pathlib import Path
-from tests.interpreter import start_program
 from tests.tools.profile_rig import TINY, no_pager
 from tvm_pager.observe.profile import cache, measure
-import time
 
 real = measure.measure
 def measured(*arguments):

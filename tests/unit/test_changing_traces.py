@@ -14,6 +14,16 @@ def known_traces(rig: Rig) -> list[KnownTrace]:
     return list(rig.pager.iterations._known)
 
 
+def planned() -> tuple[Rig, KnownTrace]:
+    """A rig that follows the plan of the one trace that it knows."""
+    rig = Rig(TinyPlanner, device=90 * 512)
+    rig.weights()
+    for _ in range(5):
+        rig.iterate(training())
+    (known,) = known_traces(rig)
+    return rig, known
+
+
 def test_one_other_iteration_after_many_equal_ones_is_not_expected_after_each() -> None:
     rig = learned(inference(), training(grads=False), num_rounds=3)
     first, other = sorted(known_traces(rig), key=lambda known: known.id)
@@ -49,11 +59,7 @@ def test_a_trace_that_is_gone_is_nobodys_successor() -> None:
 
 
 def test_a_recording_of_what_is_known_keeps_trace_and_plan() -> None:
-    rig = Rig(TinyPlanner, device=90 * 512)
-    rig.weights()
-    for _ in range(5):
-        rig.iterate(training())
-    (known,) = known_traces(rig)
+    rig, known = planned()
     book, trace = known.book, known.trace
     assert book is not None
     rig.pager.iterations.record()
@@ -68,11 +74,7 @@ def test_a_recording_of_what_is_known_keeps_trace_and_plan() -> None:
 
 
 def test_a_recording_of_another_size_brings_another_plan() -> None:
-    rig = Rig(TinyPlanner, device=90 * 512)
-    rig.weights()
-    for _ in range(5):
-        rig.iterate(training())
-    (known,) = known_traces(rig)
+    rig, known = planned()
     book = known.book
     rig.pager.iterations.record()
     for _ in range(4):
