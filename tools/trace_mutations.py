@@ -38,22 +38,22 @@ TRACE_MUTATIONS = (
     Mutation(
         "blocks that are called one by one make one iteration",
         _BOUNDARIES,
-        "        is_again = id(model) in self._quiet\n",
-        "        is_again = bool(self._quiet)\n",
+        "is_quiet and id(model) in self._quiet",
+        "is_quiet and bool(self._quiet)",
         _TURNS + "blocks_that_a_program_calls_one_by_one_make_one_iteration",
     ),
     Mutation(
         "blocks that are checkpointed make one iteration",
         _BOUNDARIES,
-        "        is_again = id(model) in self._quiet\n",
-        "        is_again = bool(self._quiet)\n",
+        "is_quiet and id(model) in self._quiet",
+        "is_quiet and bool(self._quiet)",
         _TURNS + "blocks_that_are_checkpointed_make_one_iteration[True]",
     ),
     Mutation(
         "a step of training after evaluation begins an iteration",
         _BOUNDARIES,
-        "            is_over = is_over or self._is_quiet\n",
-        "",
+        " or is_again or was_quiet:",
+        " or is_again:",
         _TURNS + "each_of_three_kinds_has_one_trace_in_the_end",
     ),
     Mutation(

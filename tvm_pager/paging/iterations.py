@@ -126,16 +126,15 @@ class Iterations:
         """Records the next two iterations, whatever the policy: one to know what came before."""
         self._num_asked = 2
 
-    def end_when(self, is_over: Callable[[], bool] | None) -> None:
-        """The iteration is over when an operation comes for which `is_over()`.
+    def end_at_boundary(self) -> None:
+        """The iteration is all but over, and `pass_boundary` will be called."""
+        self._is_ending = True
 
-        None: it is all but over, and `pass_boundary` will be called.
-        """
+    def end_when(self, is_over: Callable[[], bool]) -> None:
+        """The iteration is over when an operation comes for which `is_over()`."""
         if self._is_closed:
             return
-        if is_over is None:
-            self._is_ending = True
-        elif self.planner.wants_traces or self._num_asked or self.follower or self.recorder:
+        if self.planner.wants_traces or self._num_asked or self.follower or self.recorder:
             self._watch.end_when(is_over)
         else:
             self.pass_boundary()
@@ -288,9 +287,11 @@ class Iterations:
         self._watch.listen(None)
         if follower is None:
             return self._end_recording() if self.recorder is not None else None
-        is_over = follower.is_over or (
-            follower.is_nearly_over and self._with_same_beginning(follower) is None
-        )
+        is_over, instead = follower.is_over, None
+        if not is_over and follower.is_exact:
+            instead = self._known.with_beginning(follower.known, follower.index)
+        if instead is None:
+            is_over = is_over or follower.is_nearly_over
         if is_over:
             self.outcomes.counts["complete"] += 1
             self._stop_recording()
@@ -306,26 +307,19 @@ class Iterations:
             self.runner.stop()
         self._report(follower, is_complete=is_over)
         if not is_over:
-            return self._end_elsewhere(follower)
+            return self._end_elsewhere(follower, instead)
         self._next_origins = follower.origins()
         return follower.known
 
-    def _end_elsewhere(self, follower: Follower) -> KnownTrace | None:
-        """An iteration that was followed, and not to the end."""
+    def _end_elsewhere(self, follower: Follower, known: KnownTrace | None) -> KnownTrace | None:
+        """An iteration that was followed, and not to the end; `known` is exactly what was done."""
         if self.recorder is None and follower.is_exact:
-            known = self._with_same_beginning(follower)
             if known is not None:
                 self._next_origins = known.as_own(follower.origins())
                 return known
             if self._may_record():
                 self._record_on(follower)
         return None if self.recorder is None else self._end_recording()
-
-    def _with_same_beginning(self, follower: Follower) -> KnownTrace | None:
-        """The trace that is exactly what was done of the one that was followed."""
-        if not follower.is_exact:
-            return None
-        return self._known.with_beginning(follower.known, follower.index)
 
     def _end_recording(self) -> KnownTrace | None:
         recorder, left_at, shadow = self.recorder, self._left_at, self._shadow

@@ -128,9 +128,7 @@ class KnownTrace:
         """
         # Numbers of pages that no operation mentions depend on what came before.
         if self.is_confirmed and self.created_bytes == _created_bytes(recording.trace):
-            for origin, number in recording.carried.items():
-                if number < self.num_mentioned:
-                    self.carried[origin] = number
+            self.carried |= {o: n for o, n in recording.carried.items() if n < self.num_mentioned}
             return
         carried = {o: n for o, n in self.carried.items() if n < recording.num_mentioned}
         self._take(recording)

@@ -80,17 +80,14 @@ class Boundaries:
             self._context.record.num_updating = 0  # a step that raised has no end
             return
         self._has_models = True
-        is_over = self._pages_at_end is not None
-        if torch.is_grad_enabled():
-            is_over = is_over or self._is_quiet
-            if is_over:
-                self._pass()
-            return
-        is_again = id(model) in self._quiet
-        if is_over or is_again:
+        is_quiet = not torch.is_grad_enabled()
+        is_again = is_quiet and id(model) in self._quiet
+        was_quiet = self._is_quiet and not is_quiet
+        if self._pages_at_end is not None or is_again or was_quiet:
             self._pass()
-        self._quiet.add(id(model))
-        self._is_quiet = self._is_quiet or is_again
+        if is_quiet:
+            self._quiet.add(id(model))
+            self._is_quiet |= is_again
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -122,8 +119,7 @@ class Boundaries:
             return
         context.classify_optimizer(optimizer)
         self._after_update()
-        self._quiet.clear()
-        self._is_quiet = False
+        self._quiet.clear()  # a teacher of the next step is not entered again
         # An optimizer that calls another, or its base class, has ended with the outermost.
         if not self._is_explicit and not context.record.num_updating:
             iterations = context.core.iterations
@@ -131,7 +127,7 @@ class Boundaries:
                 if not self._has_models:
                     iterations.end_when(context.record.is_between)
                 elif self._pages_at_end is None:
-                    iterations.end_when(None)
+                    iterations.end_at_boundary()
                     self._pages_at_end = context.core.table.num_created
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
