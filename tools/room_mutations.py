@@ -74,4 +74,11 @@ ROOM_MUTATIONS = (
         "",
         _SMALL + "small_pages_that_are_many_go_as_any_other[_MOST_SMALL]",
     ),
+    Mutation(
+        "memory of the dead hides nothing that is no page",
+        "tvm_pager/paging/pager.py",
+        "        self.drain()\n        self.overhead_bytes = ",
+        "        self.overhead_bytes = ",
+        "tests/tensor/test_rules_lifetime.py::test_memory_of_the_dead_hides_nothing_that_is_no_page",
+    ),
 )

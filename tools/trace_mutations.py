@@ -158,4 +158,12 @@ TRACE_MUTATIONS = (
         "tests/unit/test_plan_runner.py::test_"
         "what_is_away_since_an_earlier_iteration_is_no_action_that_lapsed",
     ),
+    Mutation(
+        "what has died before an iteration ends has died in it",
+        "tvm_pager/paging/iterations.py",
+        "        self._pager.drain()  # what has died since",
+        "        # what has died since",
+        "tests/tensor/test_recorded_iterations.py::test_"
+        "what_dies_before_the_next_model_dies_in_its_own_iteration",
+    ),
 )

@@ -68,6 +68,24 @@ def test_what_lives_on_is_known_in_the_next_iteration(trace: Trace) -> None:
     assert all(grad.died is not None and grad.died > updates[-1] for grad in grads)
 
 
+def test_what_dies_before_the_next_model_dies_in_its_own_iteration(tmp_path: Path) -> None:
+    with small_pager(tmp_path, device=4 << 20) as pager:
+        model, inputs = mlp(3), batch(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pager.record()
+        for _ in range(4):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            for parameter in model.parameters():
+                parameter.grad = None  # no operation comes behind it, and before the next entry
+        found = pager.trace()
+        del model, optimizer, inputs
+    assert found is not None
+    grads = [page for page in found.pages if page.kind is PageKind.GRAD]
+    assert len(grads) == 6
+    assert all(page.born is not None and page.died == len(found.ops) for page in grads), grads
+
+
 def test_times_writes_and_replayability_are_taken_down(trace: Trace) -> None:
     assert trace.launch_ns > 0
     assert all(op.compute_ns > 0 for op in trace.ops if op.name == "aten::addmm.default")

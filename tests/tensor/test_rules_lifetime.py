@@ -165,6 +165,23 @@ def test_pages_leave_the_books_with_their_tensors(tmp_path: Path) -> None:
 # --- autograd ---
 
 
+def test_memory_of_the_dead_hides_nothing_that_is_no_page(pager: Any) -> None:
+    """A workspace of 4 KiB stays counted while pages that have just died are still in the books."""
+    core = pager._core
+    workspace_bytes = 4 * KIB
+    kept, gone = torch.ones(KIB), torch.ones(2 * KIB)
+    allocated_bytes = core.table.device_used_bytes + workspace_bytes - gone.nbytes
+
+    def overhead_bytes() -> int:  # as a device's allocator sees it: what has died is back there
+        return int(max(0, allocated_bytes - core.table.device_used_bytes))
+
+    core.backend.device_overhead_bytes = overhead_bytes
+    del gone
+    core.sample_overhead()
+    assert core.overhead_bytes == workspace_bytes
+    assert core.table.device_used_bytes == kept.nbytes
+
+
 def test_a_saved_tensor_keeps_its_page(pager: Any) -> None:
     before = num_pages(pager)
     source = torch.arange(1.0, 9.0).requires_grad_()

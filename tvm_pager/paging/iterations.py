@@ -264,6 +264,7 @@ class Iterations:
     def _conclude(self) -> None:
         if self._is_concluded:
             return
+        self._pager.drain()  # what has died since the last operation died in this iteration
         self.outcomes.counts["iterations"] += 1
         known, self._next_origins = None, {}
         try:

@@ -208,8 +208,10 @@ class DemandPager:
     def sample_overhead(self) -> None:
         """Asks the backend how many device bytes are not pages.
 
-        Tens of microseconds on CUDA, so not per operation.
+        Tens of microseconds on CUDA, so not per operation. Deaths are drained first: memory that
+        is back at the allocator, and still in the books, would hide as much of what is no page.
         """
+        self.drain()
         self.overhead_bytes = self.backend.device_overhead_bytes()
 
     def pinned_bytes(self, beside: Iterable[Page]) -> int:
