@@ -166,4 +166,12 @@ TRACE_MUTATIONS = (
         "tests/tensor/test_recorded_iterations.py::test_"
         "what_dies_before_the_next_model_dies_in_its_own_iteration",
     ),
+    Mutation(
+        "a launch takes not what recording takes",
+        "tvm_pager/paging/recorder.py",
+        "        entry.excess_ns = self._clock() - begun_ns\n",
+        "        self._clock()\n",
+        "tests/unit/test_recorder.py::test_"
+        "a_launch_takes_neither_the_recording_nor_what_runs_meanwhile",
+    ),
 )

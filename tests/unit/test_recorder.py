@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.model.programs import Op, Recording, Rig, training
+from tvm_pager.paging.recorder import Recorder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tvm_pager.planning import Trace
 
 
@@ -130,6 +135,21 @@ def test_a_page_that_dies_within_its_operation_has_a_number_too() -> None:
     assert [trace.pages[first].nbytes, trace.pages[second].nbytes] == [700, 100]
     assert trace.pages[first].died == trace.pages[second].died == 5
     rig.end()
+
+
+@pytest.mark.parametrize(("compute_ns", "launch_ns"), [(10, 35), (lambda: 10, 45)])
+def test_a_launch_takes_neither_the_recording_nor_what_runs_meanwhile(
+    compute_ns: int | Callable[[], int], launch_ns: int
+) -> None:
+    """A device that runs beside the host is asked for its time later."""
+    times = iter((10, 15, 110, 115))
+    recorder = Recorder(Rig().pager.table, lambda: next(times), {})
+    first = recorder.begin("first", [])  # which takes 5 to write down
+    first.excess_ns += 20  # and more than that
+    first.compute_ns = compute_ns
+    recorder.waited(30)
+    recorder.begin("second", [])
+    assert recorder.finish().trace.launch_ns == launch_ns
 
 
 def test_activations_and_temporaries_are_told_by_their_lives() -> None:

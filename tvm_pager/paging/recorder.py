@@ -55,7 +55,8 @@ class Entry:
         writes: those whose bytes it changes.
         creates: what is born in it.
         begun_ns: host clock at its beginning; 0: not known.
-        waited_ns: what of the time up to the next operation was a wait for bytes or room.
+        excess_ns: what of the time up to the next operation were waits for bytes or room, and the
+            recording itself.
         compute_ns: device time, or who is asked for it when the iteration is over.
         workspace_bytes: device memory beside operands and results.
         phase: part of the iteration.
@@ -68,7 +69,7 @@ class Entry:
     writes: list[PageRecord] = field(default_factory=list)
     creates: list[PageRecord] = field(default_factory=list)
     begun_ns: int = 0
-    waited_ns: int = 0
+    excess_ns: int = 0
     compute_ns: int | Callable[[], int] = 0
     workspace_bytes: int = 0
     phase: Phase = Phase.OTHER
@@ -132,17 +133,18 @@ class Recorder:
             pages: its operands, as passed.
             written: those of them whose bytes it changes.
         """
+        begun_ns = self._clock()
         self._look_at_births()
-        entry = Entry(name, [self._record_of(page) for page in pages])
+        entry = Entry(name, [self._record_of(page) for page in pages], begun_ns=begun_ns)
         entry.writes = [self._record_of(page) for page in written]
-        entry.begun_ns = self._clock()
         self.entries.append(entry)
+        entry.excess_ns = self._clock() - begun_ns
         return entry
 
     def waited(self, nanoseconds: int) -> None:
         """The operation that has begun last has waited for bytes or room."""
         if self.entries:
-            self.entries[-1].waited_ns += nanoseconds
+            self.entries[-1].excess_ns += nanoseconds
 
     def died(self, page: Page) -> None:
         """The page's last tensor is gone."""
@@ -229,6 +231,7 @@ class Recorder:
         for index, entry in enumerate(self.entries):
             entry.index = index
         ordered, num_mentioned = self._number()
+        launch_ns = self._launch_ns()
         modules: dict[str, int] = {}
         ops = tuple([_op(entry, modules) for entry in self.entries])
         labels = {
@@ -239,7 +242,6 @@ class Recorder:
         pages = with_learned_kinds(
             [self._page(record, labels.get(id(record), "")) for record in ordered], ops
         )
-        launch_ns = self._launch_ns()
         numbers = {
             page_id: record.number
             for page_id, record in self._records.items()
@@ -277,12 +279,15 @@ class Recorder:
         return TracePage(page.nbytes, page.kind, record.dtype, name, born, died, becomes)
 
     def _launch_ns(self) -> int:
-        """What one operation costs the launching thread. The median: some wait for the device."""
+        """What one operation costs the launching thread. The median: some wait for the device.
+
+        Before device times are asked for: those that are known yet ran in this very thread.
+        """
         gaps = []
         for entry, following in zip(self.entries, self.entries[1:], strict=False):
             if entry.begun_ns:
                 compute_ns = entry.compute_ns if isinstance(entry.compute_ns, int) else 0
-                gaps.append(following.begun_ns - entry.begun_ns - entry.waited_ns - compute_ns)
+                gaps.append(following.begun_ns - entry.begun_ns - entry.excess_ns - compute_ns)
         return max(0, int(statistics.median(gaps))) if gaps else 0
 
 

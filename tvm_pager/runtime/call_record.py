@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from tvm_pager.planning import Phase
+from tvm_pager.runtime.op_timer import OpTimer
 from tvm_pager.runtime.schema import tensor_arguments
 from tvm_pager.runtime.storage import page_of
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from tvm_pager.paging.recorder import Entry
     from tvm_pager.runtime.call import Call
 
-__all__ = ["CallRecord", "OpTimer"]
+__all__ = ["CallRecord"]
 
 # Private, for want of a public query of any of the three; a profiler's annotations come from them.
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of backward
@@ -53,6 +54,7 @@ class CallRecord:
         self._stack: list[Any] = []
         self._by_number: dict[int, str] = {}
         self._last = ""
+        self._timer: OpTimer | None = None  # of the operation before
 
     def watch_modules(self, is_on: bool) -> None:
         """Follows modules in and out while something is recorded; else it costs nothing."""
@@ -93,6 +95,7 @@ class CallRecord:
         entry = iterations.enter(call.plan.name, call.pages, written, is_told=call.is_told)
         if entry is None:
             return None
+        started_ns = time.perf_counter_ns()
         entry.phase = self.phase()
         entry.module = self._module(entry.phase)
         entry.is_replayable = not call.plan.writes and not call.plan.is_seeded
@@ -104,7 +107,22 @@ class CallRecord:
         for record in entry.operands:
             if not record.dtype and record.page is not None:
                 record.dtype = dtypes.get(record.page, "")
+        entry.excess_ns += time.perf_counter_ns() - started_ns
         return entry
+
+    def start_timer(self, call: Call) -> OpTimer | None:
+        """The operation that has begun is about to be executed; None: nobody wants its time."""
+        if call.entry is None or call.plan.is_view:
+            return None
+        self._timer = OpTimer(is_cpu=call.context.is_cpu, before=self._timer)
+        return self._timer
+
+    @staticmethod
+    def stop_timer(call: Call, timer: OpTimer) -> None:
+        """It was executed."""
+        if call.entry is not None:
+            call.entry.compute_ns = timer.stop()
+            call.entry.excess_ns += timer.cost_ns
 
     def _module(self, phase: Phase) -> str:
         if phase is Phase.UPDATE:
@@ -125,35 +143,3 @@ class CallRecord:
     def _leave(self, module: torch.nn.Module) -> None:
         if module in self._stack:  # else recording began inside of it
             del self._stack[len(self._stack) - 1 - self._stack[::-1].index(module) :]
-
-
-class OpTimer:
-    """Measures what an operation takes on its device, from its making to `stop`.
-
-    On CUDA two events are put around it, and looked at when the time is asked for.
-    """
-
-    def __init__(self, *, is_cpu: bool) -> None:
-        self._start_ns = 0
-        self._events: list[torch.cuda.Event] = []
-        if is_cpu:
-            self._start_ns = time.perf_counter_ns()
-        else:
-            self._mark()
-
-    def stop(self) -> int | Callable[[], int]:
-        """The nanoseconds; on CUDA a function that waits for them."""
-        if not self._events:
-            return time.perf_counter_ns() - self._start_ns
-        self._mark()
-        return self._device_ns
-
-    def _mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._events.append(event)
-
-    def _device_ns(self) -> int:
-        start, end = self._events
-        end.synchronize()
-        return int(start.elapsed_time(end) * 1e6)

@@ -17,7 +17,6 @@ from tvm_pager.interrupts import interruptible
 from tvm_pager.memory import PageState
 from tvm_pager.paging.pager import UNLIMITED_BYTES
 from tvm_pager.runtime.call import Call
-from tvm_pager.runtime.call_record import OpTimer
 from tvm_pager.runtime.collectives import (
     hold_until_boundary,
     hold_until_done,
@@ -161,10 +160,10 @@ def _run_locked(call: Call, new_bytes: int, probe: _Probe | None = None) -> Any:
             if probe is not None:
                 probe.start()
             created_before = table.created_bytes  # now: while we waited, others created as well
-            timer = None if entry is None else OpTimer(is_cpu=context.is_cpu)
+            timer = context.record.start_timer(call)
             out = call.execute() if context.is_cpu else _run_on_cuda(call)
-            if timer is not None and entry is not None:
-                entry.compute_ns = timer.stop()
+            if timer is not None:
+                context.record.stop_timer(call, timer)
             if probe is not None:
                 probe.stop()
             if out.__class__ is _Tensor:
@@ -264,12 +263,12 @@ def _run_unlocked(call: Call) -> Any:
                 context.note_executor(page)
         core.device_policy.journal.append(list(distinct))  # which others append to
     try:
-        timer = None if call.entry is None else OpTimer(is_cpu=context.is_cpu)
+        timer = context.record.start_timer(call)
         with below_dispatch(plan):
             # Perhaps Python code of others, which may wait; not `call.execute`, which is ours.
             out = interruptible(partial(call.func, *call.args, **(call.kwargs or {})))
-        if timer is not None and call.entry is not None:
-            call.entry.compute_ns = timer.stop()
+        if timer is not None:
+            context.record.stop_timer(call, timer)
         if plan.name.startswith("c10d::"):
             with core.lock:
                 hold_until_done(call, out, distinct)
