@@ -114,7 +114,7 @@ class CallRecord:
         """The operation that has begun is about to be executed; None: nobody wants its time."""
         if call.entry is None or call.plan.is_view:
             return None
-        self._timer = OpTimer(is_cpu=call.context.is_cpu, before=self._timer)
+        self._timer = OpTimer(call.context.device, self._timer)
         return self._timer
 
     @staticmethod
