@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from tvm_pager.planning import Phase
-from tvm_pager.runtime.op_timer import OpTimer
+from tvm_pager.runtime.op_timer import HeadStarts, OpTimer
 from tvm_pager.runtime.schema import tensor_arguments
 from tvm_pager.runtime.storage import page_of
 
@@ -55,6 +55,7 @@ class CallRecord:
         self._by_number: dict[int, str] = {}
         self._last = ""
         self._timer: OpTimer | None = None  # of the operation before
+        self._head_starts = HeadStarts()
 
     def watch_modules(self, is_on: bool) -> None:
         """Follows modules in and out while something is recorded; else it costs nothing."""
@@ -114,15 +115,16 @@ class CallRecord:
         """The operation that has begun is about to be executed; None: nobody wants its time."""
         if call.entry is None or call.plan.is_view:
             return None
-        self._timer = OpTimer(call.context.device, self._timer)
+        head_start_ns = self._head_starts.ns(call.plan.name)
+        self._timer = OpTimer(call.context.device, self._timer, head_start_ns)
         return self._timer
 
-    @staticmethod
-    def stop_timer(call: Call, timer: OpTimer) -> None:
+    def stop_timer(self, call: Call, timer: OpTimer) -> None:
         """It was executed."""
         if call.entry is not None:
             call.entry.compute_ns = timer.stop()
             call.entry.excess_ns += timer.cost_ns
+            self._head_starts.called(call.plan.name, timer.called_ns)
 
     def _module(self, phase: Phase) -> str:
         if phase is Phase.UPDATE:
