@@ -23,6 +23,7 @@ Progress goes to standard error, the tables to standard output, at the end.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
@@ -41,6 +42,7 @@ import torch
 import tvm_pager
 from tools.bench_llama import MODELS, Trainer, fix_kernels, synchronise
 from tools.block_meters import Clock, Others
+from tools.machine_meter import MachineMeter
 from tools.policy_table import Block, Cell, bound_of, format_cells, kind_bytes, simulate_cells
 from tvm_pager.memory import Tier
 from tvm_pager.planning import Limits, Trace, available_policies, load_policy
@@ -80,6 +82,7 @@ class Bench:
         self._others = Others()
         self._pager: Any = None
         self._loop: Loop | None = None
+        self._machine: MachineMeter | None = None
 
     def run(self) -> None:
         """Builds, measures, simulates. Blocks.
@@ -92,7 +95,11 @@ class Bench:
         options = {"policy": "lookahead", "profile": args.profile, "nvme": args.nvme}
         options |= {"host": args.host, "torch_device": args.torch_device}
         _free_memory()
-        with tvm_pager.Pager(device=self._budget, sink=self._others, **options) as self._pager:
+        with contextlib.ExitStack() as stack:
+            if args.torch_device != "cpu":
+                self._machine = stack.enter_context(MachineMeter())
+            pager = tvm_pager.Pager(device=self._budget, sink=self._others, **options)
+            self._pager = stack.enter_context(pager)
             self._others.table = self._pager._core.table
             started_s = time.perf_counter()
             try:
@@ -228,6 +235,7 @@ class Bench:
     def _time_steps(self, num_steps: int) -> dict[str, Any]:
         """Measures one block: from a device at rest to a device at rest."""
         assert self._loop is not None
+        machine = [self._look_at_machine()]
         is_cuda = self._pager.torch_device.type == "cuda"
         table = self._pager._core.table
         synchronise()
@@ -254,7 +262,15 @@ class Bench:
             "num_faults": after.num_faults - before.num_faults,
             "other_bytes": self._others.nbytes,
             "peak_bytes": peak_bytes,
+            "machine": [*machine, self._look_at_machine()],
         }
+
+    def _look_at_machine(self) -> dict[str, float]:
+        """What it gives now, before or after a block; nothing where CPU tensors stand in."""
+        if self._machine is None:
+            return {}
+        link, launch = self._machine.link_bytes_per_s(), self._machine.launch_s()
+        return {"link_bytes_per_s": link, "launch_s": launch}
 
     def _limits(self) -> Limits:
         """What the simulator has to keep to."""

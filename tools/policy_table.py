@@ -28,7 +28,7 @@ from tvm_pager.simulation.sweep import sweep
 __all__ = ["Block", "Cell", "bound_of", "format_cells", "kind_bytes", "simulate_cells"]
 
 _NUM_WARM_UP, _NUM_MEASURED = 6, 3  # simulated iterations
-_HEAD = ["policy", "step", "min", "spread", "out", "in", "stall", "peak", "steps"]
+_HEAD = ["policy", "step", "min", "spread", "out", "in", "stall", "peak", "link", "steps"]
 _SIMULATED_HEAD = ["simulated", "error", "bytes", "error"]
 LANES_OUT, LANES_IN = ("d2h", "d2n"), ("h2d", "n2d")
 
@@ -48,6 +48,7 @@ class Block:
         num_faults: operands that were absent.
         other_bytes: that left the device though their kinds are not the policy's.
         peak_bytes: of device memory.
+        machine: what the link and a launch gave before and behind it; see `bench_policies`.
     """
 
     round: int
@@ -60,6 +61,7 @@ class Block:
     num_faults: int
     other_bytes: int
     peak_bytes: int
+    machine: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass
@@ -129,6 +131,12 @@ class Cell:
             "faults_per_step": sum(block.num_faults for block in self.blocks) / len(steps_s),
             "device_peak_bytes": max(block.peak_bytes for block in self.blocks),
         }
+        machine = [seen for block in self.blocks for seen in block.machine if seen]
+        if machine:
+            result |= {
+                "link_bytes_per_s": min(seen["link_bytes_per_s"] for seen in machine),
+                "launch_s": max(seen["launch_s"] for seen in machine),
+            }
         if self.simulated:
             moved = self.per_step([*LANES_OUT, *LANES_IN])
             moved_simulated = sum(self.simulated["lane_bytes"].values())
@@ -240,6 +248,7 @@ def _row(cell: Cell, size: float, *, is_helped: bool) -> list[str]:
         f"{cell.per_step(LANES_IN) / size:.4g}",
         f"{figures['stall_s_per_step']:.3f}",
         f"{figures['device_peak_bytes'] / size:.5g}",
+        f"{figures['link_bytes_per_s'] / 1e9:.3g}" if "link_bytes_per_s" in figures else "-",
         f"{figures['num_steps']}",
     ]
 

@@ -135,9 +135,21 @@ def test_a_cell_is_labelled_by_who_moved_what() -> None:
     assert lines[6].endswith("needs 10 MB")
     assert lines[1].split() == [
         "flashneuron",
-        *["0.5500", "0.5000", "18%", "1", "2", "0.100", "3", "2"],
+        *["0.5500", "0.5000", "18%", "1", "2", "0.100", "3", "-", "2"],
     ]
     assert "lookahead: 1 of 1 blocks were measured 3 steps after the switch" in lines[7]
+
+
+def test_a_cell_says_the_least_that_the_machine_has_given_beside_it() -> None:
+    def block(*links: float) -> Block:
+        machine = [{"link_bytes_per_s": link, "launch_s": 1e-6 * link / 1e9} for link in links]
+        return Block(0, 3, True, [0.5], 0.5, {"h2d": 1000}, 0.0, 0, 0, 3_000_000, machine)
+
+    cell = Cell("lru", 1, [block(96e9, 50e9), block(97e9, 98e9)])
+    assert cell.figures()["link_bytes_per_s"] == 50e9
+    assert cell.figures()["launch_s"] == pytest.approx(98e-6)
+    row = format_cells([cell], 5_000_000, is_simulated=False).splitlines()[1]
+    assert row.split()[-2:] == ["50", "2"]
 
 
 @pytest.mark.parametrize(
