@@ -12,8 +12,10 @@ prefetch begins at its in-trigger, an access before the back-access; one that wa
 of its swap time earlier in the next iteration, again and again.
 
 Simplified: only what is born in the iteration is a candidate (weights are persistent in the paper).
-The time of swapping comes from the hardware profile, not from a first run. A recomputation's cost
-is that of its chain from what is alive then, with what was chosen for recomputation before.
+The time of swapping comes from the hardware profile, not from a first run. A prefetch that begins a
+whole swap time earlier and is late still waits for room or for the lane, and begins no earlier:
+else there would be a new plan after each iteration. A recomputation's cost is that of its chain
+from what is alive then, with what was chosen for recomputation before.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Capuchin"]
 
-_STEP = 0.05  # of the swap time
+_STEP, _MOST = 0.05, 1.0  # of the swap time
 
 
 class Capuchin(Policy):
@@ -92,14 +94,17 @@ class _Made:
         return absence._replace(fetch_from=max(earlier, absence.after + 1))
 
     def begin_earlier(self, late: tuple[int, ...]) -> bool:
-        """Moves the in-triggers of late pages; whether any of them is of this plan."""
-        pages = self.index.trace.pages
-        fetched = {page for page, _ in self._begins}
-        known = [page for page in late if page in fetched]
-        for page in known:
-            step = _STEP * self._times.in_ns(pages[page].nbytes, None)
-            self._leads[page] = self._leads.get(page, 0.0) + step
-        return bool(known)
+        """Moves the in-triggers of late pages; whether one gets to another operation by that."""
+        is_moved = False
+        for absence in self._taken:
+            page = absence.page
+            if page not in late or (page, absence.until) not in self._begins:
+                continue
+            swap_ns, lead_ns = self._swap_ns(absence)[1], self._leads.get(page, 0.0)
+            before = self._led(absence).fetch_from
+            self._leads[page] = min(lead_ns + _STEP * swap_ns, _MOST * swap_ns)
+            is_moved |= self._led(absence).fetch_from != before
+        return is_moved
 
     def _choose(self) -> list[Absence]:
         index = self.index

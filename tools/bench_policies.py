@@ -340,7 +340,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", default=",".join(available_policies()), help="with commas")
     parser.add_argument("--steps", type=int, default=20, help="measured, of each policy, at least")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--max-warmup", type=int, default=12, help="steps before each block")
+    parser.add_argument("--max-warmup", type=int, default=24, help="steps before each block")
     parser.add_argument("--max-seconds", type=float, default=500, help="for all measuring")
     parser.add_argument("--profile", help="hardware profile; default: this machine's")
     parser.add_argument("--simulate", action="store_true", help="predict each cell too")

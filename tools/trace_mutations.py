@@ -174,4 +174,11 @@ TRACE_MUTATIONS = (
         "tests/unit/test_recorder.py::test_"
         "a_launch_takes_neither_the_recording_nor_what_runs_meanwhile",
     ),
+    Mutation(
+        "a follower keeps no dead pages",
+        "tvm_pager/paging/pager.py",
+        "                follower.died(page)\n",
+        "                pass\n",
+        "tests/unit/test_follower.py::test_a_dead_page_is_not_kept_until_the_iteration_ends",
+    ),
 )

@@ -77,6 +77,28 @@ def test_each_page_has_its_number_also_when_sizes_differ() -> None:
     rig.end()
 
 
+def test_a_dead_page_is_not_kept_until_the_iteration_ends() -> None:
+    rig = learned(training())
+    follower = rig.pager.iterations.follower
+    assert follower is not None
+    num_dead = 0
+    for op in training():
+        dying = [rig.pages[name] for name in op.reads if name in op.frees]
+        numbers = [follower.number_of(page.id) for page in dying]
+        rig.run(op)
+        with rig.pager.lock:
+            rig.pager.drain()
+        for page, number in zip(dying, numbers, strict=True):
+            assert number is not None
+            assert page not in follower.pages
+            assert follower.pages[number] is None
+            num_dead += 1
+    assert num_dead > 5
+    assert follower.is_exact
+    rig.boundary()
+    rig.end()
+
+
 def test_a_trace_is_recorded_anew_once_the_program_has_grown() -> None:
     rig = learned(training(nbytes=1000))
     before = rig.pager.iterations.outcomes.counts["recorded"]

@@ -65,10 +65,20 @@ def test_a_late_prefetch_begins_earlier_from_then_on_and_others_do_not() -> None
     assert second[late] < first[late]
     assert {page for page in first if first[page] != second[page]} == {late}
     assert policy.feedback(report(trace, device, ())) is None
-    for _ in range(100):  # 5 % of the swap time each
-        last = policy.feedback(report(trace, device, (late,)))
-    assert last is not None
-    assert fetches(last)[late] < second[late]
+    plans = [policy.feedback(report(trace, device, (late,))) for _ in range(60)]
+    begins = [fetches(plan)[late] for plan in plans if plan is not None]
+    assert begins == sorted(set(begins), reverse=True)  # no plan that changes nothing
+
+
+def test_a_prefetch_that_is_late_for_want_of_room_makes_no_new_plan_for_ever() -> None:
+    program = training(6, activation=20_000, ns=10_000)
+    trace = program.build()
+    device = limits(trace, 100_000)
+    policy = Capuchin()
+    late = tuple(fetches(policy.plan(trace, HARDWARE, device)))
+    plans = [policy.feedback(report(trace, device, late)) for _ in range(60)]
+    assert any(plans)
+    assert plans[20:] == [None] * 40  # 20 times 5 % are a whole swap time
 
 
 def test_reports_about_other_traces_change_nothing() -> None:

@@ -319,6 +319,12 @@ class Follower:
                 self._has_learned = True
         self._step(index)
 
+    def died(self, page: Page) -> None:
+        """The page is gone, and is kept no longer: dead pages would survive young collections."""
+        number = self._numbers.pop(page.id, None)
+        if number is not None and self.pages[number] is page:
+            self.pages[number] = None
+
     # --- what others want to know ----------------------------------------------------------------
 
     @property

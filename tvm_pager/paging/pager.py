@@ -246,10 +246,13 @@ class DemandPager:
         if self.holds.works:
             self.holds.poll_oldest()
         dead, recorder = self.dead, self.recorder
+        follower = self.iterations.follower if dead else None
         while dead:
             page = dead.popleft().page
             if recorder is not None:
                 recorder.died(page)
+            if follower is not None:
+                follower.died(page)
             # Page and reference hold each other: without this only the cycle collector frees them.
             page.memory = _gone
             if page.known_to or page.tickets:
