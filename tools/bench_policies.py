@@ -132,13 +132,15 @@ class Bench:
             "failure": self.failure,
             "left_out": self.left_out,
             "operations": 0 if trace is None else len(trace.ops),
+            "compute_ns": 0 if trace is None else trace.compute_ns,
+            "launch_ns": 0 if trace is None else trace.launch_ns,
             "kind_bytes": {} if trace is None else kind_bytes(trace),
             "cells": [cell.figures() for cell in self.cells],
         }
 
     def table(self) -> str:
         """For people."""
-        held = "" if self.trace is None else _held_text(kind_bytes(self.trace))
+        held = "" if self.trace is None else _trace_text(self.trace)
         if self.failure:
             return f"{self._budget}: {self.failure}"
         lines = [f"{self._budget}{held}"]
@@ -280,9 +282,12 @@ class Bench:
         return dataclasses.replace(limits, nvme_bytes=nvme_bytes)
 
 
-def _held_text(nbytes_by_kind: dict[str, int]) -> str:
-    parts = [f"{kind} {format_bytes(nbytes)}" for kind, nbytes in nbytes_by_kind.items()]
-    return f" (at the fullest operation: {', '.join(parts)})"
+def _trace_text(trace: Trace) -> str:
+    parts = [f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kind_bytes(trace).items()]
+    return (
+        f" (at the fullest operation: {', '.join(parts)}; recorded: {len(trace.ops):,} operations, "
+        f"{trace.compute_ns / 1e9:.3g} s of the device, {trace.launch_ns / 1e3:.3g} us a launch)"
+    )
 
 
 def _free_memory() -> None:
