@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["HeadStarts", "OpTimer"]
 
 _CYCLES_PER_NS = 2  # of a fast device; others wait a little longer
-_LEAST_NS, _MOST_NS = 50_000, 2_000_000  # a launch takes 10 us; a first call may compile a kernel
+_LEAST_NS, _MOST_NS = 50_000, 1_000_000  # a launch takes 10 us; a first call may compile a kernel
 _MARGIN = 1.5  # over the longest call of late
 _FADING = 0.9  # of what was long, by each call of the operator
 
