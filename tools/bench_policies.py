@@ -53,6 +53,7 @@ __all__ = ["main"]
 
 _LEAST_WARMUP = 2
 _NUM_ALIKE = 3  # see [Note: Settled]
+_SLAB_REST_S = 0.5  # without growth: it is there; a region takes a third of that
 _ON_DEMAND = object()
 
 
@@ -153,6 +154,7 @@ class Bench:
         """Takes an iteration down, after the first one has made the optimizer's states."""
         assert self._loop is not None
         self._loop.step()
+        self._await_slab()
         self._pager.record()
         for _ in range(3):  # two are recorded; the third makes the boundary behind them
             self._loop.step()
@@ -164,6 +166,13 @@ class Bench:
         if self._args.traces is not None:
             self._args.traces.mkdir(parents=True, exist_ok=True)
             save(self.trace, self._args.traces / f"{self._args.model}-{self._budget}.trace")
+
+    def _await_slab(self) -> None:
+        """It grows in the background, at first, and slows down what is recorded meanwhile."""
+        backend, before_bytes = self._pager._backend, -1
+        while backend.host_mapped_bytes != before_bytes:
+            before_bytes = backend.host_mapped_bytes
+            time.sleep(_SLAB_REST_S)
 
     def _measure(self) -> None:
         args = self._args
