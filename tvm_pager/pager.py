@@ -248,9 +248,9 @@ class Pager(Inspection):
     def step(self) -> None:
         """Marks an iteration boundary: pointers taken before it end, and plans begin anew.
 
-        Without it the end of `optimizer.step()` is one; once this was called, it alone decides
-        where iterations begin. The device budget is adapted here to what other processes have left
-        of the card.
+        Without it pointers end with `optimizer.step()`, and plans begin with the next model that is
+        entered; once this was called, it alone decides where iterations begin. The device budget is
+        adapted here to what other processes have left of the card.
 
         Raises:
             PolicyError: the policy plans what it may not, and the pager is strict.
