@@ -200,4 +200,11 @@ PLAN_MUTATIONS = (
         "        return 2\n",
         _KEPT + "what_is_about_to_die_leaves_after_what_must_only_come_back",
     ),
+    Mutation(
+        "prefetches that have arrived are not kept for ever",
+        "tvm_pager/paging/prefetcher.py",
+        "        if len(self._pages) > self._most:\n",
+        "        if False:\n",
+        _KEPT + "pages_that_a_plan_has_fetched_are_not_kept_for_ever",
+    ),
 )

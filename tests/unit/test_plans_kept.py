@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from tests.model.programs import Op, Rig, training
 from tests.model.tiny_planner import TinyPlanner
-from tvm_pager.memory import Tier
+from tvm_pager.memory import Page, Tier
 from tvm_pager.planning import IterationReport, MovementPlan
 
 TIGHT = 100 * 512  # less than the step takes
@@ -97,4 +98,21 @@ def test_what_is_about_to_die_leaves_after_what_must_only_come_back() -> None:
     assert rig.pages["dying"].is_on_device
     for op in program[3:]:
         rig.run(op)
+    rig.end()
+
+
+def test_pages_that_a_plan_has_fetched_are_not_kept_for_ever() -> None:
+    rig = planned(TinyPlanner())
+
+    def num_pages() -> int:
+        gc.collect()
+        return sum(type(each) is Page for each in gc.get_objects())
+
+    counts = []
+    for _ in range(4):
+        for _ in range(40):
+            rig.iterate(training())
+        counts.append(num_pages())
+    assert rig.pager.mover.num_evicted > 160  # so as many were fetched
+    assert max(counts) < len(rig.pager.table.pages) + 200, counts
     rig.end()

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Prefetcher"]
 
+_FEW = 64
+
 
 class Prefetcher:
     """Starts prefetches, and calls them off where a request needs their room. The lock is held."""
@@ -23,6 +25,7 @@ class Prefetcher:
     def __init__(self, pager: DemandPager) -> None:
         self._pager = pager
         self._pages: dict[int, Page] = {}  # oldest first; what has arrived is dropped late
+        self._most = _FEW  # of them, until those that have arrived are dropped
 
     def start(self, page: Page, *, may_evict: bool = False) -> bool:
         """Starts bringing a page to the device before an operation asks; False if it did not.
@@ -72,7 +75,15 @@ class Prefetcher:
         except MemoryError:
             return False
         self._pages[page.id] = page
+        if len(self._pages) > self._most:
+            self._drop_arrived()
         return True
+
+    def _drop_arrived(self) -> None:
+        """Else they were kept for ever where nothing is called off. O(1) for each prefetch."""
+        fetching = [page for page in self._pages.values() if page.state is PageState.FETCHING]
+        self._pages = {page.id: page for page in fetching}
+        self._most = max(_FEW, 2 * len(fetching))
 
     def cancel(self, beside: Iterable[Page] = ()) -> bool:
         """Takes the device memory of prefetches that have not begun; False if there are none."""
