@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -42,12 +41,7 @@ class MachineMeter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         torch.cuda.synchronize()
         for pointer in self._devices:
             self._driver.cuMemFree_v2(pointer)
