@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch import nn
 
 import tvm_pager
 from tests.trials.harness import KIB, batch, mlp, small_pager
+from tvm_pager.memory import PageState, Tier
 from tvm_pager.planning import PageKind, Phase, Trace
+from tvm_pager.runtime.storage import page_of
+from tvm_pager.transfer.protocol import Priority
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
@@ -80,6 +84,43 @@ def test_what_dies_before_the_next_model_dies_in_its_own_iteration(tmp_path: Pat
                 parameter.grad = None  # no operation comes behind it, and before the next entry
         found = pager.trace()
         del model, optimizer, inputs
+    assert found is not None
+    grads = [page for page in found.pages if page.kind is PageKind.GRAD]
+    assert len(grads) == 6
+    assert all(page.born is not None and page.died == len(found.ops) for page in grads), grads
+
+
+def test_what_dies_on_its_way_down_dies_in_its_own_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy holds the memory that it reads, so the death is seen when the copy has ended."""
+    with small_pager(tmp_path, device=4 << 20, check=0) as pager:
+        model, inputs, core = mlp(3), batch(0), pager._core
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        store = pager._backend._routes.store
+        write = store.write
+        is_free = threading.Event()
+
+        def write_later(*args: Any) -> Any:
+            is_free.wait(10)
+            return write(*args)
+
+        monkeypatch.setattr(store, "write", write_later)
+        pager.record()
+        for _ in range(4):
+            is_free.clear()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            for parameter in model.parameters():
+                with core.lock:
+                    page = page_of(parameter.grad)
+                    core.mover.start_write_back(page, Tier.NVME, Priority.WRITE_BACK)
+                    assert page.state is PageState.WRITING_BACK
+                parameter.grad = None
+            threading.Timer(0.05, is_free.set).start()
+        is_free.set()
+        found = pager.trace()
+        del model, optimizer, inputs, page, parameter
     assert found is not None
     grads = [page for page in found.pages if page.kind is PageKind.GRAD]
     assert len(grads) == 6

@@ -260,6 +260,13 @@ class Flight:
         while self.settle_any():
             pass
 
+    def await_copies_down(self) -> None:
+        """Blocks, with the lock held, until no page is on its way down; failures as in `reap`."""
+        for page in list(self.pages.values()):
+            if page.state in (PageState.WRITING_BACK, PageState.LEAVING):
+                with contextlib.suppress(TransferError):
+                    self.settle(page)
+
     def wait_for_limbo(self, tier: Tier) -> bool:
         """Blocks, with the lock given up, until free frames of the tier are not read any more."""
         for readers, place, _ in self._table.limbo:

@@ -264,6 +264,8 @@ class Iterations:
     def _conclude(self) -> None:
         if self._is_concluded:
             return
+        if self.recorder is not None:
+            self._pager.flight.await_copies_down()  # they hold what they read, dead or not
         self._pager.drain()  # what has died since the last operation died in this iteration
         self.outcomes.counts["iterations"] += 1
         known, self._next_origins = None, {}

@@ -160,7 +160,9 @@ class KnownTrace:
         for (trace_id, number), target in self.carried.items():
             if trace_id == self.id and number < len(pages) and target < len(pages):
                 page = pages[number]
-                if page.born is not None and page.died is None and pages[target].born is None:
+                # What is dead before its first operation is no part of the next iteration.
+                has_next = pages[target].born is None and pages[target].died != 0
+                if page.born is not None and page.died is None and has_next:
                     pages[number] = page._replace(becomes=target)
         self.trace = replace(self.trace, pages=tuple(pages))
 
