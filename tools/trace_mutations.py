@@ -9,6 +9,8 @@ __all__ = ["TRACE_MUTATIONS"]
 _BOUNDARIES = "tvm_pager/runtime/boundaries.py"
 _FOLLOWER = "tvm_pager/paging/follower.py"
 _KNOWN = "tvm_pager/paging/known_trace.py"
+_FEEDER = "tvm_pager/simulation/feeder.py"
+_HELD = "tests/unit/test_simulation.py::test_a_copy_down_keeps_a_dead_page_until_it_has_ended"
 _TURNS = "tests/tensor/test_alternating_iterations.py::test_"
 _TRACES = "tests/unit/test_changing_traces.py::test_"
 
@@ -157,6 +159,43 @@ TRACE_MUTATIONS = (
         "            if False:\n",
         "tests/unit/test_plan_runner.py::test_"
         "what_is_away_since_an_earlier_iteration_is_no_action_that_lapsed",
+    ),
+    Mutation(
+        "what has died while it was copied down has died in its iteration",
+        "tvm_pager/paging/iterations.py",
+        "            self._pager.flight.await_copies_down()",
+        "            pass",
+        "tests/tensor/test_recorded_iterations.py::test_"
+        "what_dies_on_its_way_down_dies_in_its_own_iteration",
+    ),
+    Mutation(
+        "what is dead before the next iteration begins is no part of it",
+        _KNOWN,
+        " and pages[target].died != 0\n",
+        "\n",
+        "tests/unit/test_simulation.py::test_"
+        "what_dies_after_its_iteration_is_not_recorded_to_die_in_it",
+    ),
+    Mutation(
+        "a simulated device runs beside the launching thread while it is recorded",
+        _FEEDER,
+        "functools.partial(int, op.compute_ns)",
+        "op.compute_ns",
+        "tests/unit/test_simulation.py::test_a_policy_plans_for_the_trace_that_is_simulated",
+    ),
+    Mutation(
+        "a simulated copy down keeps a dead page",
+        _FEEDER,
+        "        if self._is_held(page):\n",
+        "        if False:\n",
+        _HELD + "[False]",
+    ),
+    Mutation(
+        "a simulated iteration is recorded with the deaths of its trace",
+        _FEEDER,
+        "            and self._pager.recorder is None\n",
+        "",
+        _HELD + "[True]",
     ),
     Mutation(
         "what has died before an iteration ends has died in it",

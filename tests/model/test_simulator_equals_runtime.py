@@ -122,7 +122,8 @@ class Simulated:
         self, recording: Recording, device: int, policy: str, ahead_bytes: int | None
     ) -> None:
         self.log = Log()
-        backend = VirtualBackend(make_hardware(), HOST_BYTES)
+        # As on the stand-in a copy has ended when the host goes on, so it keeps no dead page.
+        backend = VirtualBackend(make_hardware(link_bytes_per_ns=1e6), HOST_BYTES)
         self.pager = DemandPager(
             backend,
             device,
@@ -132,7 +133,8 @@ class Simulated:
             clock=backend.clock,
             write_behind_bytes=device // 16 if ahead_bytes is None else ahead_bytes,
         )
-        feeder = Feeder(self.pager, backend, Program(recording.trace), launch_ns=1)
+        program = Program(recording.trace, compute_factor=0.0)
+        feeder = Feeder(self.pager, backend, program, launch_ns=1)
         self.numbers = {
             page.id: number for number, page in enumerate(feeder.pages) if page is not None
         }

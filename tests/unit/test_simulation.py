@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
+from typing import ClassVar
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from tests.machines import make_hardware, make_trace
 from tvm_pager.errors import BudgetError, CommitError
 from tvm_pager.memory import Tier
+from tvm_pager.paging import DemandPager
 from tvm_pager.planning import (
     Evict,
     Eviction,
@@ -26,8 +30,13 @@ from tvm_pager.planning import (
     TracePage,
     View,
 )
+from tvm_pager.policies.lru import LRU
 from tvm_pager.simulation.bounds import roofline
+from tvm_pager.simulation.feeder import Feeder
+from tvm_pager.simulation.program import Program
 from tvm_pager.simulation.simulator import SimulationOptions, SimulationResult, simulate
+from tvm_pager.transfer.protocol import Priority
+from tvm_pager.transfer.virtual_backend import VirtualBackend
 
 P = 512 * 1000  # a page: as many nanoseconds of the link
 ENOUGH = 1 << 40
@@ -185,6 +194,72 @@ def test_a_plan_is_recorded_for_and_followed_as_by_the_runtime() -> None:
     assert planned.stall_ns == planned.num_faults == 0
     assert planned.lane_bytes == demand.lane_bytes
     assert planned.step_ns_each[0] > planned.step_ns_each[-1]  # the first ones go by demand
+
+
+class Curious(LRU):
+    """Demand paging that keeps what it was told to plan for."""
+
+    name = "curious"
+    asked: ClassVar[list[Trace]] = []
+
+    def plan(self, trace: Trace, hardware: HardwareProfile, limits: Limits) -> None:
+        self.asked.append(trace)
+
+
+def test_a_policy_plans_for_the_trace_that_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device runs beside the launching thread, also while the iteration is recorded."""
+    monkeypatch.setattr(Curious, "asked", [])
+    program = [("A", "", 700), ("B", "", 3 * P), ("A", "x", 900), ("x", "", 10), ("B", "", 10)]
+    trace = make_trace({"A": P, "B": P, "x": P}, program, launch_ns=100)
+    simulate(trace, make_hardware(), Limits(2 * P, ENOUGH), SimulationOptions(policy=Curious))
+    assert [asked.launch_ns for asked in Curious.asked] == [100]
+    assert Curious.asked[0].ops == trace.ops
+
+
+def test_what_dies_after_its_iteration_is_not_recorded_to_die_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Curious, "asked", [])
+    trace = make_trace({"A": P, "x": P, "B": P}, [("A", "x", 10), ("x", "", 10), ("B", "", 10)])
+    a, x, b = trace.pages
+    trace = dataclasses.replace(trace, pages=(a, x._replace(kind=PageKind.GRAD, died=None), b))
+    simulate(trace, make_hardware(), Limits(2 * P, ENOUGH), SimulationOptions(policy=Curious))
+    found = Curious.asked[0].pages[1]
+    assert (found.kind, found.born, found.died, found.becomes) == (PageKind.GRAD, 0, None, None)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_copy_down_keeps_a_dead_page_until_it_has_ended(is_recorded: bool) -> None:
+    """Its ticket holds the memory: a run of the pager has no earlier news of the death.
+
+    What is recorded here has the deaths of the trace, which has been recorded before.
+    """
+    trace = make_trace({"x": P, "y": P}, [("", "x", 10), ("x", "", 10), ("", "y", 10)])
+    backend = VirtualBackend(make_hardware(), ENOUGH)
+    pager = DemandPager(backend, 2 * P, LRU, strict=True, clock=backend.clock)
+    feeder = Feeder(pager, backend, Program(trace), launch_ns=1)
+    used: list[int] = []
+    run = backend.run
+
+    def watch(name: str, launch_ns: int, compute_ns: int) -> None:
+        run(name, launch_ns, compute_ns)
+        used.append(pager.table.device_used_bytes)
+        if len(used) == 1:
+            page = feeder.pages[0]
+            assert page is not None
+            pager.mover.start_write_back(page, None, Priority.WRITE_BACK)
+        if len(used) == 3:
+            backend.host_ns += 2 * P  # time enough for the copy
+
+    if is_recorded:
+        pager.iterations.record()
+        pager.iterations.pass_boundary()
+    with mock.patch.object(backend, "run", watch):
+        feeder.run_iteration()
+        feeder.run_iteration()
+    assert used[:3] == [P, P, P if is_recorded else 2 * P]  # x is dead when y is born
+    assert used[3:] == [P, P, P]  # y has died, x was let go, and was copied no second time
+    pager.close()
 
 
 @st.composite

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from tvm_pager.memory import PageState
@@ -54,6 +55,7 @@ class Feeder:
         self._backend = backend
         self._program = program
         self._launch_ns = launch_ns
+        self._held: list[Page] = []  # dead, and still being copied down
         pager.iterations.names = self._names
         with pager.lock:
             self._bring(program.first)
@@ -76,6 +78,8 @@ class Feeder:
         launch_ns, resident = self._launch_ns, _RESIDENT
         for step in steps:
             name, reads, writes, creates, deaths, new_bytes, least_bytes, compute_ns, _ = step
+            if self._held:
+                self._let_go()
             if deaths:
                 self._bury(deaths)
             if dead:
@@ -125,7 +129,9 @@ class Feeder:
         entry = self._pager.iterations.enter(step.name, operands, written, is_told=True)
         if entry is not None:
             op, modules = step.op, self._program.trace.modules
-            entry.compute_ns, entry.workspace_bytes = op.compute_ns, op.workspace_bytes
+            # Asked for later: here too the device runs beside the launching thread.
+            entry.compute_ns = functools.partial(int, op.compute_ns)
+            entry.workspace_bytes = op.workspace_bytes
             entry.phase, entry.is_replayable = op.phase, op.is_replayable
             for record, number in zip(entry.operands, op.reads, strict=True):
                 record.dtype = self._program.trace.pages[number].dtype
@@ -178,27 +184,56 @@ class Feeder:
             self._create(birth)
 
     def _bury(self, numbers: tuple[int, ...] | list[int]) -> None:
-        pages, dead, facts = self.pages, self._pager.dead, self._program.trace.pages
         for number in numbers:
-            page = pages[number]
-            if page is not None:
-                page.kind = facts[number].kind  # what is recorded here is what was recorded
-                dead.append(page.memory())
-                pages[number] = None
+            self._bury_page(number, self.pages[number])
+            self.pages[number] = None
+
+    def _bury_page(self, number: int, page: Page | None) -> None:
+        if page is None:
+            return
+        # What is recorded here is what was recorded.
+        page.kind = self._program.trace.pages[number].kind
+        if self._is_held(page):
+            self._held.append(page)
+        else:
+            self._pager.dead.append(page.memory())
+
+    def _is_held(self, page: Page) -> bool:
+        """Whether a copy down keeps the page's memory, as its ticket does in torch_backend.py.
+
+        Not while an iteration is recorded: the trace tells when its pages died.
+        """
+        return (
+            page.state is PageState.WRITING_BACK
+            and self._pager.recorder is None
+            and not all(ticket.done() for ticket in page.tickets)
+        )
+
+    def _let_go(self) -> None:
+        """Buries the pages whose copies down have ended meanwhile."""
+        held, self._held = self._held, []
+        for page in held:
+            if all(ticket.done() for ticket in page.tickets):
+                self._pager.dead.append(page.memory())
+            else:
+                self._held.append(page)
 
     def _turn(self) -> None:
         """The boundary: pages get the numbers of the next iteration."""
-        self._bury(self._program.gone)
         before, facts = self.pages, self._program.trace.pages
         self.pages = [None] * self._program.num_pages
         for number, following in self._program.becomes:
-            page = self.pages[following] = before[number]
+            self.pages[following] = before[number]
+        for number in (*(number for number, _ in self._program.becomes), *self._program.gone):
+            page = before[number]
             if page is not None:
                 page.kind = facts[number].kind  # an optimizer has told of it, or is about to
         self._pager.drain()  # as the operation does that begins the next iteration
         self._pager.iteration += 1
         self._pager.holds.pass_boundary()
         self._pager.iterations.pass_boundary()
+        for number in self._program.gone:  # not earlier: it did not die in the iteration
+            self._bury_page(number, before[number])
         self._bring(self._program.anew)
 
     def _names(self) -> dict[int, str]:
