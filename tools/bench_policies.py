@@ -280,6 +280,9 @@ class Bench:
         """What it gives now, before or after a block; nothing where CPU tensors stand in."""
         if self._machine is None:
             return {}
+        core = self._pager._core
+        with core.lock:
+            core.flight.settle_all()  # else the plan's own copies share the link
         link, launch = self._machine.link_bytes_per_s(), self._machine.launch_s()
         return {"link_bytes_per_s": link, "launch_s": launch}
 
