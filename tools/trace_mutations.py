@@ -177,10 +177,10 @@ TRACE_MUTATIONS = (
         "what_dies_after_its_iteration_is_not_recorded_to_die_in_it",
     ),
     Mutation(
-        "a simulated device runs beside the launching thread while it is recorded",
+        "policies plan for the launches of the trace that is simulated",
         _FEEDER,
-        "functools.partial(int, op.compute_ns)",
-        "op.compute_ns",
+        "pager.iterations.launch_ns = program.trace.launch_ns or launch_ns",
+        "pass",
         "tests/unit/test_simulation.py::test_a_policy_plans_for_the_trace_that_is_simulated",
     ),
     Mutation(

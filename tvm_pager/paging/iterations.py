@@ -55,6 +55,7 @@ class Iterations:
         outcomes: iterations and what became of them.
         names: gives names of parameters and buffers, by page id.
         facts: of traces, for people.
+        launch_ns: of an operation, where a driver knows better than who listens; else None.
         on_recording: told when recording begins and ends.
     """
 
@@ -66,6 +67,7 @@ class Iterations:
         self.outcomes = Outcomes(clock)
         self.names: Callable[[], Mapping[int, str]] = dict
         self.facts: Mapping[str, str] = {}
+        self.launch_ns: int | None = None
         self.on_recording: Callable[[bool], None] = lambda _: None
         self._pager = pager
         self.planner = planner
@@ -334,7 +336,7 @@ class Iterations:
             if left_at is not None:
                 known, pages, index = left_at
                 recorder.recall(known.trace, known.operands, pages, index)
-            recording = recorder.finish(self.names(), self.facts)
+            recording = recorder.finish(self.names(), self.facts, self.launch_ns)
         except TraceError:
             self.outcomes.counts["unusable recordings"] += 1
             return None

@@ -217,13 +217,17 @@ class Recorder:
     # --- when it is over -------------------------------------------------------------------------
 
     def finish(
-        self, names: Mapping[int, str] | None = None, facts: Mapping[str, str] | None = None
+        self,
+        names: Mapping[int, str] | None = None,
+        facts: Mapping[str, str] | None = None,
+        launch_ns: int | None = None,
     ) -> Recording:
         """Makes a trace of everything since. Waits for device times.
 
         Args:
             names: of parameters and buffers, by page id.
             facts: see `Trace.facts`.
+            launch_ns: see `Trace.launch_ns`; None: as measured.
         """
         self._look_at_births()
         for page in self._alive.values():
@@ -231,7 +235,7 @@ class Recorder:
         for index, entry in enumerate(self.entries):
             entry.index = index
         ordered, num_mentioned = self._number()
-        launch_ns = self._launch_ns()
+        launch_ns = self._launch_ns() if launch_ns is None else launch_ns
         modules: dict[str, int] = {}
         ops = tuple([_op(entry, modules) for entry in self.entries])
         labels = {

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 from tvm_pager.memory import PageState
@@ -57,6 +56,8 @@ class Feeder:
         self._launch_ns = launch_ns
         self._held: list[Page] = []  # dead, and still being copied down
         pager.iterations.names = self._names
+        # What it takes here is a constant of the machine, and was measured with the trace.
+        pager.iterations.launch_ns = program.trace.launch_ns or launch_ns
         with pager.lock:
             self._bring(program.first)
 
@@ -129,9 +130,7 @@ class Feeder:
         entry = self._pager.iterations.enter(step.name, operands, written, is_told=True)
         if entry is not None:
             op, modules = step.op, self._program.trace.modules
-            # Asked for later: here too the device runs beside the launching thread.
-            entry.compute_ns = functools.partial(int, op.compute_ns)
-            entry.workspace_bytes = op.workspace_bytes
+            entry.compute_ns, entry.workspace_bytes = op.compute_ns, op.workspace_bytes
             entry.phase, entry.is_replayable = op.phase, op.is_replayable
             for record, number in zip(entry.operands, op.reads, strict=True):
                 record.dtype = self._program.trace.pages[number].dtype
