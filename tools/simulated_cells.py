@@ -8,7 +8,8 @@
     `compute`: device time of operations. The trace's was taken while little moved; copies beside
     kernels take bandwidth of the device's memory from them.
     `submit`: host time of a copy, with what the pager does for it (20 dispatched operations).
-    `launch`: host time of an operation: the trace's, else the profile's.
+    `launch`: host time of an operation: the least of all traces', else the profile's. A program
+    launches as fast under every budget, but is taken down more slowly the more moves meanwhile.
     Policies are not told of them: they plan with the profile and the trace, as in the real run.
 """
 
@@ -42,9 +43,9 @@ class Constants(NamedTuple):
     submit: float = 1.0
     launch: float = 1.0
 
-    def physical(self, trace: Trace, hardware: HardwareProfile) -> dict[str, float]:
+    def physical(self, traces: Mapping[str, Trace], hardware: HardwareProfile) -> dict[str, float]:
         """What they come to on a machine: seconds, bytes/s, factors."""
-        host = _host_ns(trace, hardware)
+        host = _host_ns(traces, hardware)
         link = _scaled(hardware, self.link)
         chunk_bytes = hardware.h2d.by_chunk.largest
         return {
@@ -153,7 +154,7 @@ def _run(item: tuple[Case, Constants]) -> Simulated:
 def _simulate(work: _Work, item: tuple[Case, Constants]) -> Simulated:
     case, constants = item
     trace, hardware = work.traces[case.trace], work.hardware
-    host = _host_ns(trace, hardware)
+    host = _host_ns(work.traces, hardware)
     is_planned = load_policy(case.policy).plan is not Policy.plan
     options = SimulationOptions(
         policy=case.policy,
@@ -178,12 +179,13 @@ def _simulate(work: _Work, item: tuple[Case, Constants]) -> Simulated:
     )
 
 
-def _host_ns(trace: Trace, hardware: HardwareProfile) -> dict[str, float]:
-    """What the simulator takes where nobody says otherwise."""
+def _host_ns(traces: Mapping[str, Trace], hardware: HardwareProfile) -> dict[str, float]:
+    """What is taken where nobody says otherwise."""
     dispatched_ns = hardware.overheads.dispatched_ns.median
+    launch_ns = min((trace.launch_ns for trace in traces.values() if trace.launch_ns), default=0)
     return {
         "submit": _DISPATCHES_PER_COPY * dispatched_ns,
-        "launch": trace.launch_ns or dispatched_ns,
+        "launch": launch_ns or dispatched_ns,
     }
 
 
