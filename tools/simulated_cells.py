@@ -31,7 +31,7 @@ __all__ = ["Case", "Constants", "Simulated", "Simulations"]
 
 # Plans begin with the fourth, and reports mend them up to the sixth. On demand steps differ: the
 # hand of `clock` is elsewhere in each.
-_NUM_ITERATIONS, _NUM_PLANNED, _NUM_ON_DEMAND = 9, 2, 6  # of these the last are measured
+_NUM_ITERATIONS, _NUM_PLANNED, _NUM_ON_DEMAND = 10, 2, 6  # of these the last are measured
 _DISPATCHES_PER_COPY = 20  # as in virtual_backend.py
 
 

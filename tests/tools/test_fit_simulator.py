@@ -42,7 +42,7 @@ def measured(policy: str, budget: str, real: Real) -> SimulationResult:
     link = {"link_gb_per_s": 50 * real.link, "duplex_gb_per_s": 45 * real.link}
     options = SimulationOptions(
         policy=policy,
-        num_iterations=9,  # as the fit: the host runs ahead, and on so small traces ever further
+        num_iterations=10,  # as the fit: the host runs ahead, and on so small traces ever further
         num_measured=2 if policy == "lookahead" else 6,
         compute_factor=real.compute,
         submit_ns=None if real.submit == 1 else round(real.submit * 400_000),
