@@ -108,8 +108,9 @@ def test_what_dies_on_its_way_down_dies_in_its_own_iteration(
         monkeypatch.setattr(store, "write", write_later)
         pager.record()
         for _ in range(4):
+            loss = model(inputs).square().mean()  # what was recorded before has ended
             is_free.clear()
-            model(inputs).square().mean().backward()
+            loss.backward()
             optimizer.step()
             for parameter in model.parameters():
                 with core.lock:
@@ -117,10 +118,10 @@ def test_what_dies_on_its_way_down_dies_in_its_own_iteration(
                     core.mover.start_write_back(page, Tier.NVME, Priority.WRITE_BACK)
                     assert page.state is PageState.WRITING_BACK
                 parameter.grad = None
-            threading.Timer(0.05, is_free.set).start()
+            threading.Timer(0.2, is_free.set).start()
         is_free.set()
         found = pager.trace()
-        del model, optimizer, inputs, page, parameter
+        del model, optimizer, inputs, page, parameter, loss
     assert found is not None
     grads = [page for page in found.pages if page.kind is PageKind.GRAD]
     assert len(grads) == 6
