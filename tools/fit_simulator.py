@@ -223,7 +223,7 @@ def _report(args: argparse.Namespace) -> None:
         found = fit(simulations, {c.case: c.step_s for c in chosen}, names, num_constants)
         print(f"simulating {len(bench.cells)} cells", file=sys.stderr)
         rows = _compare(simulations, bench, chosen, found.constants)
-    physical = found.constants.physical(bench.traces, hardware)
+    physical = found.constants.physical(bench.traces, chosen[0].case.trace, hardware)
     report = Report(found, physical, [cell.name for cell in chosen], rows, bench.left_out)
     print(report.text())
     if args.json is not None:

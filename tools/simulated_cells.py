@@ -8,8 +8,8 @@
     `compute`: device time of operations. The trace's was taken while little moved; copies beside
     kernels take bandwidth of the device's memory from them.
     `submit`: host time of a copy, with what the pager does for it (20 dispatched operations).
-    `launch`: host time of an operation: the least of all traces', else the profile's. A program
-    launches as fast under every budget, but is taken down more slowly the more moves meanwhile.
+    `launch`: host time of an operation: the least of all traces of the program, else the profile's.
+    It launches as fast under every budget, but is taken down more slowly the more moves meanwhile.
     Policies are not told of them: they plan with the profile and the trace, as in the real run.
 """
 
@@ -43,9 +43,11 @@ class Constants(NamedTuple):
     submit: float = 1.0
     launch: float = 1.0
 
-    def physical(self, traces: Mapping[str, Trace], hardware: HardwareProfile) -> dict[str, float]:
+    def physical(
+        self, traces: Mapping[str, Trace], key: str, hardware: HardwareProfile
+    ) -> dict[str, float]:
         """What they come to on a machine: seconds, bytes/s, factors."""
-        host = _host_ns(traces, hardware)
+        host = _host_ns(traces, key, hardware)
         link = _scaled(hardware, self.link)
         chunk_bytes = hardware.h2d.by_chunk.largest
         return {
@@ -154,7 +156,7 @@ def _run(item: tuple[Case, Constants]) -> Simulated:
 def _simulate(work: _Work, item: tuple[Case, Constants]) -> Simulated:
     case, constants = item
     trace, hardware = work.traces[case.trace], work.hardware
-    host = _host_ns(work.traces, hardware)
+    host = _host_ns(work.traces, case.trace, hardware)
     is_planned = load_policy(case.policy).plan is not Policy.plan
     options = SimulationOptions(
         policy=case.policy,
@@ -179,10 +181,12 @@ def _simulate(work: _Work, item: tuple[Case, Constants]) -> Simulated:
     )
 
 
-def _host_ns(traces: Mapping[str, Trace], hardware: HardwareProfile) -> dict[str, float]:
-    """What is taken where nobody says otherwise."""
+def _host_ns(traces: Mapping[str, Trace], key: str, hardware: HardwareProfile) -> dict[str, float]:
+    """What is taken where nobody says otherwise, for the program of one of the traces."""
     dispatched_ns = hardware.overheads.dispatched_ns.median
-    launch_ns = min((trace.launch_ns for trace in traces.values() if trace.launch_ns), default=0)
+    names = [op.name for op in traces[key].ops]
+    alike = [trace for trace in traces.values() if [op.name for op in trace.ops] == names]
+    launch_ns = min((trace.launch_ns for trace in alike if trace.launch_ns), default=0)
     return {
         "submit": _DISPATCHES_PER_COPY * dispatched_ns,
         "launch": launch_ns or dispatched_ns,
